@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -306,6 +307,8 @@ def copied(stage: int) -> None:
         other.zero_grad()
         assert engine.global_steps == number + 1
         assert other.param_groups is optimizer.param_groups
+    optimizer.state.clear()
+    assert len(other.state) == len(optimizer.state) == 0
     with pytest.raises(UsageError, match=r"can be neither pickled nor deeply copied; take optimizer\.state_dict\(\)"):
         copy.deepcopy(optimizer)
 
@@ -368,3 +371,79 @@ def hooks_of_all_loops() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hooks_of_the_handed_optimizer_are_called_as_in_plain_torch(ranks: int) -> None:
     run_ranks(ranks, hooks_of_all_loops)
+
+
+def zero_moments(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def forget_a_parameter(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+
+
+def replace_an_entry(optimizer: Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+
+
+EDITS: dict[str, tuple[Callable[[Optimizer], object], str]] = {
+    "assign": (lambda optimizer: setattr(optimizer, "state", defaultdict[Tensor, Any](dict)), ""),
+    "clear": (lambda optimizer: optimizer.state.clear(), ""),
+    "groups": (lambda o: setattr(o, "param_groups", [{**group, "lr": 0.5} for group in o.param_groups]), ""),
+    "zeros": (zero_moments, r"optimizer\.state: ranks hold slices of it at stages 1 to 3"),
+    "entry": (replace_an_entry, r"optimizer\.state\[\.\.\.\] = \.\.\.: the engine keeps it in slices"),
+    "values": (lambda optimizer: setattr(optimizer, "state", {1: {}}), "takes over no other values: clear it to begin"),
+    "fewer": (forget_a_parameter, r"param_groups: got groups of \[3, 4\] parameters, and initialize laid out \[4, 4\]"),
+    "no groups": (lambda o: setattr(o, "param_groups", []), r"got groups of \[\] parameters"),
+}
+"""Edits of a handed optimizer, and how they are refused; those of an empty text do what they do in plain PyTorch."""
+
+
+def adam(whole: nn.Module) -> Optimizer:
+    return torch.optim.AdamW([{"params": group["params"]} for group in sgd(whole).param_groups], lr=0.05)
+
+
+def edited(edit: Callable[[Optimizer], object], stage: int | None, *, returned: bool = False) -> list[Tensor]:
+    whole = model()
+    optimizer = adam(whole)
+    changed: Any = optimizer
+    if stage is not None:
+        handles = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+        changed = handles[1] if returned else optimizer
+    for step in range(4):
+        whole(batch(step, 0)).square().mean().backward()
+        if step == 2:
+            edit(changed)
+        optimizer.step()
+        optimizer.zero_grad()
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()]
+
+
+def edits(stage: int) -> None:
+    for name, (edit, refusal) in EDITS.items():
+        if refusal and (name != "zeros" or stage):
+            with pytest.raises(UsageError, match=refusal):
+                edited(edit, stage)
+            continue
+        expected = edited(edit, None)
+        for returned in (False,) if refusal else (False, True):
+            torch.testing.assert_close(edited(edit, stage, returned=returned), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_edits_of_state_and_groups_count_as_in_plain_torch_or_raise(stage: int) -> None:
+    run_ranks(2, edits, stage)
+
+
+def cleared_adagrad() -> None:
+    whole = model()
+    optimizer = torch.optim.Adagrad(whole.parameters())
+    shoal.initialize(model=whole, optimizer=optimizer, config=config(1))
+    with pytest.raises(UsageError, match=r"optimizer\.state: Adagrad cannot step from an empty state"):
+        optimizer.state.clear()
+
+
+def test_an_optimizer_that_allocates_its_state_keeps_it() -> None:
+    run_ranks(1, cleared_adagrad)

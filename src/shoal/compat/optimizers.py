@@ -255,8 +255,8 @@ class PlainOptimizer(PublishedOptimizer):
     read by the model's parameters, and saved by their numbers, as torch's optimizers do.
     """
 
-    @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  read only
+    @ShardedOptimizer.state.getter
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
         """The state of each of the model's parameters, as it rests; empty before the first step."""
         return ReplicatedState(self)
 

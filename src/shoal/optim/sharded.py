@@ -42,7 +42,7 @@ from shoal.optim.step_pass import (
     snapshot_options,
 )
 from shoal.optim.step_scheduler import StepScheduler
-from shoal.optim.views import OffloadedStateView, Views
+from shoal.optim.views import STATE_IS_KEPT, OffloadedStateView, Views
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.store import WRITE_AHEAD
 from shoal.zero.grad_attribute import clear_raw_grads
@@ -126,8 +126,8 @@ class ShardedOptimizer(Optimizer):
         self.optimizer = optimizer
         """The inner optimizer, over views of the masters."""
         self.defaults = optimizer.defaults
-        self.param_groups = optimizer.param_groups
-        """The inner optimizer's groups, with the model's parameters."""
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        """The parameters of each group, as `initialize` laid them out over the ranks."""
         vars(self).update({name: OrderedDict() for name in hooks_of(optimizer)})
         self._hooked: Optimizer = self
         self._owner: ReferenceType[StepOwner] | None = None
@@ -139,6 +139,7 @@ class ShardedOptimizer(Optimizer):
         self._norm: GlobalNorm | None = None
         self._model = model
         self._write_check = MasterWriteCheck(model.trainable)
+        self._allocates_state = bool(optimizer.state)  # Adagrad, when it is built
         if isinstance(optimizer, CompressedAdam):
             self._step_fn = compressed_step_fn(optimizer, native=rules.native)
         else:
@@ -161,7 +162,7 @@ class ShardedOptimizer(Optimizer):
         self.set_compression()
         for view in views.views:
             view.unit.gradient.expect_norm(rules.needs_norm)
-            if optimizer.state.get(view.parameter):  # Adagrad allocates it when it is built
+            if optimizer.state.get(view.parameter):
                 moments = StateAccess(reads_gradient=False, writes_weights=False)
                 view.unit.state.fetch(view.part, moments).wait()
                 move_moments_to_store(view, optimizer)
@@ -196,9 +197,44 @@ class ShardedOptimizer(Optimizer):
         return owner
 
     @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  read only
-        """The inner optimizer's state, for reading; access reads a copy of moments that are on disk."""
-        return OffloadedStateView(self.views, self.optimizer, self._finish_before_read)
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  one list
+        """The inner optimizer's groups, with the model's parameters. Groups of the same parameters may replace them."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._check_members(groups)
+        self.optimizer.param_groups[:] = groups
+
+    def _check_members(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `UsageError` unless `groups` have the parameters that they had at `initialize`."""
+        found = [list(group["params"]) for group in groups]
+        if [[*map(id, members)] for members in found] != [[*map(id, members)] for members in self._members]:
+            raise UsageError(f"optimizer.param_groups: got groups of {[*map(len, found)]} parameters, and initialize laid "
+                             f"out {[*map(len, self._members)]}, which stay: change options such as lr within the groups, "
+                             f"freeze a parameter by requires_grad_(False), or call initialize with the other groups")
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  no dict
+        """The inner optimizer's state, for reading; access reads a copy of moments that are on disk.
+
+        An empty mapping may replace it, on every rank, which begins the moments anew.
+        """
+        return OffloadedStateView(self.views, self.optimizer, self._finish_before_read, self.reset_state)
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if state:
+            raise UsageError(f"optimizer.state: {STATE_IS_KEPT}")
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """Begin the moments anew, as an empty `state` does in torch; every rank calls it. Weights and masters stay."""
+        self._finish_before_read()
+        if self._allocates_state or isinstance(self.optimizer, CompressedOptimizer):
+            raise UsageError(f"optimizer.state: {type(self.optimizer).__name__} cannot step from an empty state: load one "
+                             f"by optimizer.load_state_dict, or call initialize with a new optimizer")
+        self.optimizer.state.clear()
 
     @property
     def loss_scale(self) -> float:
@@ -261,6 +297,7 @@ class ShardedOptimizer(Optimizer):
         """
         units = self._model.trainable
         self._scheduler.check()
+        self._check_members(self.param_groups)
         self._model.close_grads(keep=True)
         parameter_groups = self._model.parameter_groups
         if units and not self.has_gradients:
