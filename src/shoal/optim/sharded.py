@@ -51,7 +51,7 @@ from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["MasterWriteCheck", "ShardedOptimizer", "StepRules", "hooks_of"]
+__all__ = ["ShardedOptimizer", "StepRules", "WeightWrites", "hooks_of"]
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value of torch.nn.utils.clip_grad_norm_."""
@@ -138,7 +138,7 @@ class ShardedOptimizer(Optimizer):
         """Whether the last step was skipped because the gradients overflowed."""
         self._norm: GlobalNorm | None = None
         self._model = model
-        self._write_check = MasterWriteCheck(model.trainable)
+        self._weight_writes = WeightWrites(model.trainable)
         self._allocates_state = bool(optimizer.state)  # Adagrad, when it is built
         if isinstance(optimizer, CompressedAdam):
             self._step_fn = compressed_step_fn(optimizer, native=rules.native)
@@ -342,11 +342,11 @@ class ShardedOptimizer(Optimizer):
     def _reduce_grad_stats(self, units: list[TrainableUnit]) -> GradStats:
         """Reduce the outstanding gradients of `units`, apply masks, and return the statistics over all ranks.
 
-        Before that, pending publications finish, and the values of parameters that a script has replaced are loaded.
+        Before that, pending publications finish, and the values that a script has given to parameters are loaded.
         """
         self._model.finish_pending()  # units that no forward has used since the last step may still publish their masters
         self._model.load_replaced()
-        self._write_check.check()
+        self._weight_writes.take_over(stepped=self.begun)
         self._model.flush()
         if isinstance(self.optimizer, CompressedOptimizer):
             apply_masks(self.optimizer, units, self.views.views, self._model.tensor_slices)
@@ -516,8 +516,8 @@ def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:
                          f"requires_grad_(False), or set it to true. The weights are as before this step")
 
 
-class MasterWriteCheck:
-    """Warns of writes into weights that are copies of their masters: the next step overwrites them.
+class WeightWrites:
+    """Finds writes of scripts into weights that are copies of their masters, and takes them over before a step.
 
     It compares autograd's version counters of the weights at each step.
     """
@@ -526,21 +526,15 @@ class MasterWriteCheck:
         self._versions = {unit: unit.versions.count() for unit in units
                           if unit.has_separate_master and not unit.reshards}
 
-    def check(self) -> None:
-        """Warn of units that were written into since the last check and differ from their masters."""
+    def take_over(self, *, stepped: bool) -> None:
+        """Have the masters follow what was written since the last step; warn if they were `stepped` in backward already."""
         for unit, before in self._versions.items():
-            if (now := unit.versions.count()) != before:
-                self._versions[unit] = now
-                if not _matches_master(unit):
-                    warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and its masters, "
-                              f"which are stepped, do not know of it: it is lost. Load weights before initialize, or write "
-                              f"within shoal.gathered(model, modifier_rank=0)")
-
-
-def _matches_master(unit: TrainableUnit) -> bool:
-    """Whether this rank's weights equal its masters, cast."""
-    if unit.state.granule is not None:  # the masters are offloaded
-        return False
-    owned, master = unit.master_range, unit.state.master.tensor
-    weights = unit.full[owned.start:owned.stop]
-    return torch.equal(weights, master.to(device=weights.device, dtype=weights.dtype))
+            if unit.versions.count() == before:
+                continue
+            if stepped:
+                warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and backward has "
+                          f"stepped its masters, which do not know of it: it is lost. Write within "
+                          f"shoal.gathered(model, modifier_rank=0), or set offload_optimizer.step_in_backward to false")
+            else:
+                unit.keep_slots(range(len(unit.members)))
+            self._versions[unit] = unit.versions.count()
