@@ -216,10 +216,12 @@ class BaseEngine(Accessors, nn.Module):
     def begin_pass(self) -> BackwardPass:
         """Count the backward pass that begins, wait for deferred steps, and describe the pass to the hooks.
 
-        Raises `UsageError` if backward has stepped units that `step` has not completed, if a parameter that was frozen at
-        initialize requires a gradient, or if the loss is not scaled; `TierError` if a step failed halfway.
+        Raises `UsageError` if there is no optimizer, if backward has stepped units that `step` has not completed, if a
+        parameter that was frozen at initialize requires a gradient, or if the loss is not scaled; `TierError` if a step
+        failed halfway.
         """
-        assert self.optimizer is not None
+        if self.optimizer is None:
+            raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
         self.progress.begin_backward()
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
