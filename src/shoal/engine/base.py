@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -130,6 +130,13 @@ class BaseEngine(Accessors, nn.Module):
                              f"{moved.device}: its parameters are views of the engine's buffers. Convert the model before "
                              f"initialize, set fp16 or bf16 in the configuration, or call engine.destroy() first")
         return self
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raise `UsageError`: an engine has process groups and the buffers of its model."""
+        raise UsageError(f"this {type(self).__name__} can be neither copied nor pickled: copy engine.module (at stage 3 "
+                         f"within shoal.gathered(engine.module)), or save a checkpoint by engine.save_checkpoint")
+
+    __reduce_ex__ = __deepcopy__  # pyright: ignore[reportAssignmentType]  the protocol is of no interest
 
     # Building, by `initialize`
 

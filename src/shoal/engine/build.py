@@ -343,8 +343,8 @@ def _warn_of_untrained(model: nn.Module, trained: Container[nn.Parameter]) -> No
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warn_once(f"initialize: {len(names)} parameters of the {type(model).__name__} require gradients and are in no group "
-                  f"of the optimizer: {', '.join(names[:SHOWN])}{more}. They get no gradient, and no other optimizer can step "
-                  f"them: give them to this one in a group of their own, which may have another lr, or freeze them by "
+                  f"of the optimizer: {', '.join(names[:SHOWN])}{more}. They get no gradient, and no other optimizer can "
+                  f"step them: give them to this one in a group of their own, which may have another lr, or freeze them by "
                   f"requires_grad_(False)")
 
 
