@@ -101,7 +101,7 @@ def _get_groups(self: Optimizer) -> list[dict[str, Any]]:
 
 
 def _set_groups(self: Optimizer, groups: list[dict[str, Any]]) -> None:
-    _target(self, "param_groups").param_groups = groups
+    _target(self, "param_groups").replace_groups(groups)
 
 
 def _get_state(self: Optimizer) -> Any:
@@ -113,7 +113,7 @@ def _get_state(self: Optimizer) -> Any:
 
 
 def _set_state(self: Optimizer, value: Mapping[Tensor, Any]) -> None:
-    _target(self, "state").state = value
+    _target(self, "state").replace_state(value)
 
 
 def _copy(self: Optimizer) -> Optimizer:

@@ -203,6 +203,10 @@ class ShardedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.replace_groups(groups)
+
+    def replace_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take the options of `groups` over. Raises `UsageError` unless they have the present parameters."""
         self._check_members(groups)
         self.optimizer.param_groups[:] = groups
 
@@ -224,6 +228,10 @@ class ShardedOptimizer(Optimizer):
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.replace_state(state)
+
+    def replace_state(self, state: Mapping[Tensor, Any]) -> None:
+        """Begin the moments anew if `state` is empty; raise `UsageError` otherwise."""
         if state:
             raise UsageError(f"optimizer.state: {STATE_IS_KEPT}")
         self.reset_state()

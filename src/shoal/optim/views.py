@@ -33,7 +33,7 @@ CAST_ELEMENTS = 1 << 27
 STATE_IS_KEPT = ("the engine keeps it in slices, and takes over no other values: clear it to begin the moments anew, load "
                  "one by optimizer.load_state_dict, or write one by "
                  "shoal.compat.parameters.safe_set_full_optimizer_state(param, value, 'exp_avg')")
-"""What an error says of a write to `optimizer.state`."""
+"""The reason and the remedy in errors of writes to `optimizer.state`."""
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 """Builds an optimizer over parameter groups."""
