@@ -1,4 +1,5 @@
-"""Lightning's `DeepSpeedStrategy`: fit with a schedule and accumulation, save, resume, validate, and load one file.
+"""Lightning's `DeepSpeedStrategy`: fit with a schedule and accumulation, save, resume, validate, and load one file; and
+manual optimization, which takes the same steps.
 
 The published strategy asks for CUDA. Without it the checks of the device and of its number are passed over, and everything
 else runs as it is.
@@ -70,6 +71,24 @@ class Module(lightning.LightningModule):
         self.clock.tick()
 
 
+class Manual(Module):
+    """The same training, whose script calls the optimizer by itself."""
+
+    def __init__(self, args: Any):
+        super().__init__(args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        schedule: Any = self.lr_schedulers()
+        schedule.step()
+        return loss
+
+
 def strategy(args: Any) -> Any:
     if args.own:
         from shoal.compat.lightning import ShoalStrategy
@@ -86,6 +105,16 @@ def trainer(args: Any, steps: int, folder: Any) -> lightning.Trainer:
         max_steps=steps, precision="bf16-true" if args.dtype == "bf16" else "32-true", gradient_clip_val=1.0,
         accumulate_grad_batches=args.accumulation, limit_val_batches=2, callbacks=[saving], logger=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False)
+
+
+def plain_fit(args: Any, module: Module, data: DataLoader[Any]) -> list[float]:
+    """Return the losses of a few steps without accumulation and clipping, which manual optimization leaves to the script."""
+    fitted = lightning.Trainer(
+        accelerator="auto" if torch.cuda.is_available() else "cpu", devices=args.devices, strategy=strategy(args),
+        max_steps=4, precision="bf16-true" if args.dtype == "bf16" else "32-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False)
+    fitted.fit(module, data)
+    return module.losses
 
 
 def main() -> None:
@@ -108,6 +137,8 @@ def main() -> None:
 
     validated = fitted.validate(Module(args), evaluation, ckpt_path=str(folder / f"step={args.steps}.ckpt"), verbose=False)
     tiny.report(losses=first.losses, resumed=again.losses, evaluated=validated[0]["val_loss"], seconds=first.clock.median)
+    by_hand, by_trainer = (plain_fit(args, module, data) for module in (Manual(args), Module(args)))
+    assert by_hand == by_trainer, f"manual optimization had {by_hand}, automatic {by_trainer}"
     fitted.strategy.barrier()
     if tiny.rank() == 0:
         shutil.rmtree(folder)

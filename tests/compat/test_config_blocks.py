@@ -115,3 +115,15 @@ def test_compressing_optimizers_refuse_what_they_cannot_do(kind: Any) -> None:
         kind([weight], amsgrad=True)
     with pytest.raises(ValueError, match="gradient_clipping"):
         kind([weight], max_grad_norm=1.0)
+
+
+def test_literal_dotted_keys_fill_in_their_section(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"train_batch_size": 1,
+             "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "allgather_bucket_size": 7},
+             "zero_optimization.reduce_bucket_size": 64, "zero_optimization.allgather_bucket_size": 8,
+             "zero_optimization.stage3_prefetch_bucket_size": 9}
+    zero = tolerate(given)["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (64, 7, 9)
+    assert "unknown key" not in caplog.text
+    tolerate({"train_batch_size": 1, "nowhere.key": 1})
+    assert "nowhere.key: unknown key" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +135,25 @@ def twice(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_has_one_engine_at_a_time(stage: int) -> None:
     run_ranks(1, twice, stage)
+
+
+def copies(stage: int) -> None:
+    """A copy of the module is plain, and torch.export takes it."""
+    engine = engine_of(mlp(), stage)
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"this Engine can be neither copied nor pickled: copy engine\.module"):
+            call(engine)
+    x = torch.ones(2, 8)
+    with shoal.gathered(engine.module):
+        plain = copy.deepcopy(engine.module)
+        with pytest.raises(UsageError, match=r"Give torch\.export, .*, a copy\.deepcopy of the model"):
+            torch.export.export(engine.module, (x,))
+    assert torch.equal(torch.export.export(plain, (x,)).module()(x), engine(x))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_is_not_copied_but_its_module_is_and_exports(stage: int) -> None:
+    run_ranks(1, copies, stage)
 
 
 def manual_boundary() -> None:

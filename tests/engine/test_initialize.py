@@ -79,9 +79,25 @@ def test_a_missing_model_or_optimizer_is_refused() -> None:
     assert engine.basic_optimizer is None and engine.optimizer_name() is None and engine.loss_scale() == 1
     engine.zero_grad()
     value = engine(batch(0, 0, 0)[0]).sum()
-    for call, act in (("backward", lambda: engine.backward(value)), ("step", engine.step)):
+    for call, act in (("backward", lambda: engine.backward(value)), ("backward", value.backward), ("step", engine.step)):
         with pytest.raises(UsageError, match=f"{call}: the engine has no optimizer; give initialize one, or name one"):
             act()
+
+
+def test_trainable_parameters_in_no_group_of_the_optimizer_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    whole = model()
+    first, *others = whole.parameters()
+    shoal.initialize(model=whole, optimizer=SGD([first], lr=0.1), config=without_optimizer())
+    [said] = [record.getMessage() for record in caplog.records if "in no group of the optimizer" in record.getMessage()]
+    names = [name for name, _ in whole.named_parameters()][1:]
+    assert said.startswith(f"initialize: {len(others)} parameters of the {type(whole).__name__} require gradients")
+    assert ", ".join(names[:5]) in said and "give them to this one in a group of their own" in said
+    caplog.clear()
+    frozen = model()
+    for p in [*frozen.parameters()][1:]:
+        p.requires_grad_(False)
+    shoal.initialize(model=frozen, optimizer=SGD(frozen.parameters(), lr=0.1), config=without_optimizer())
+    assert "in no group" not in caplog.text
 
 
 class Normalised(SGD):

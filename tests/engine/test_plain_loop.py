@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -282,3 +283,167 @@ def handed_over_again() -> None:
 
 def test_an_optimizer_may_be_handed_to_the_next_engine() -> None:
     run_ranks(1, handed_over_again)
+
+
+class Wrapped:
+    """A client's wrapper, as LightningOptimizer: of the optimizer's class, and it forwards attributes that it lacks."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._wrapped = optimizer
+        self.__class__ = type("Wrapped", (Wrapped, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def copied(stage: int) -> None:
+    whole = model()
+    optimizer = sgd(whole)
+    engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))[0]
+    wrapped: Any = Wrapped(optimizer)
+    for number, other in enumerate((copy.copy(optimizer), wrapped)):
+        whole(batch(number, 0)).square().mean().backward()
+        other.step()
+        other.zero_grad()
+        assert engine.global_steps == number + 1
+        assert other.param_groups is optimizer.param_groups
+    optimizer.state.clear()
+    assert len(other.state) == len(optimizer.state) == 0
+    with pytest.raises(UsageError, match=r"can be neither pickled nor deeply copied; take optimizer\.state_dict\(\)"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_copies_and_wrappers_of_the_handed_optimizer_reach_the_engine(stage: int) -> None:
+    run_ranks(1, copied, stage)
+
+
+def hooked(optimizer: Optimizer, whole: nn.Module, calls: list[str], *, clips: bool) -> None:
+    """Register a hook of each kind; the one before a step clips by the norm of all gradients, where they can be read."""
+    def before(given: Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append("pre")
+        if clips:
+            nn.utils.clip_grad_norm_((p for group in given.param_groups for p in group["params"]), 0.05)
+
+    def named(given: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("saved")
+        return {**state, "note": len(state["param_groups"])}
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda given, args, kwargs: calls.append(f"post of {type(given).__name__}"))
+    optimizer.register_state_dict_pre_hook(lambda given: calls.append("saving"))
+    optimizer.register_state_dict_post_hook(named)
+    optimizer.register_load_state_dict_pre_hook(lambda given, state: calls.append(f"loading {state.pop('note')}"))
+    optimizer.register_load_state_dict_post_hook(lambda given: calls.append("loaded"))
+
+
+def hooks_of_a_loop(stage: int | None, *, late: bool = False) -> tuple[list[str], list[Tensor]]:
+    """Train with hooks registered before `initialize`, or after it; `stage` None: in plain PyTorch."""
+    whole, calls = model(), list[str]()
+    optimizer = sgd(whole)
+    steps = optimizer.step
+    if not late:
+        hooked(optimizer, whole, calls, clips=stage != 3)
+    if stage is not None:
+        engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))[0]
+        steps = engine.step
+    if late:
+        hooked(optimizer, whole, calls, clips=stage != 3)
+    for step in range(4):
+        whole(batch(step, 0)).square().mean().backward()
+        (steps if step % 2 else optimizer.step)()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with shoal.gathered(whole):
+        return calls, [p.detach().clone() for p in whole.parameters()]
+
+
+def hooks_of_all_loops() -> None:
+    calls, values = hooks_of_a_loop(None)
+    assert calls == [*["pre", "post of SGD"] * 4, "saving", "saved", "loading 2", "loaded"]
+    for stage in range(4):
+        for late in (False, True):
+            ours, trained = hooks_of_a_loop(stage, late=late)
+            assert ours == calls
+            assert stage == 3 or all(map(torch.equal, trained, values))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_of_the_handed_optimizer_are_called_as_in_plain_torch(ranks: int) -> None:
+    run_ranks(ranks, hooks_of_all_loops)
+
+
+def zero_moments(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def forget_a_parameter(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+
+
+def replace_an_entry(optimizer: Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+
+
+EDITS: dict[str, tuple[Callable[[Optimizer], object], str]] = {
+    "assign": (lambda optimizer: setattr(optimizer, "state", defaultdict[Tensor, Any](dict)), ""),
+    "clear": (lambda optimizer: optimizer.state.clear(), ""),
+    "groups": (lambda o: setattr(o, "param_groups", [{**group, "lr": 0.5} for group in o.param_groups]), ""),
+    "zeros": (zero_moments, r"optimizer\.state: ranks hold slices of it at stages 1 to 3"),
+    "entry": (replace_an_entry, r"optimizer\.state\[\.\.\.\] = \.\.\.: the engine keeps it in slices"),
+    "values": (lambda optimizer: setattr(optimizer, "state", {1: {}}), "takes over no other values: clear it to begin"),
+    "fewer": (forget_a_parameter, r"param_groups: got groups of \[3, 4\] parameters, and initialize laid out \[4, 4\]"),
+    "no groups": (lambda o: setattr(o, "param_groups", []), r"got groups of \[\] parameters"),
+}
+"""Edits of a handed optimizer, and how they are refused; those of an empty text do what they do in plain PyTorch."""
+
+
+def adam(whole: nn.Module) -> Optimizer:
+    return torch.optim.AdamW([{"params": group["params"]} for group in sgd(whole).param_groups], lr=0.05)
+
+
+def edited(edit: Callable[[Optimizer], object], stage: int | None, *, returned: bool = False) -> list[Tensor]:
+    whole = model()
+    optimizer = adam(whole)
+    changed: Any = optimizer
+    if stage is not None:
+        handles = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+        changed = handles[1] if returned else optimizer
+    for step in range(4):
+        whole(batch(step, 0)).square().mean().backward()
+        if step == 2:
+            edit(changed)
+        optimizer.step()
+        optimizer.zero_grad()
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()]
+
+
+def edits(stage: int) -> None:
+    for name, (edit, refusal) in EDITS.items():
+        if refusal and (name != "zeros" or stage):
+            with pytest.raises(UsageError, match=refusal):
+                edited(edit, stage)
+            continue
+        expected = edited(edit, None)
+        for returned in (False,) if refusal else (False, True):
+            torch.testing.assert_close(edited(edit, stage, returned=returned), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_edits_of_state_and_groups_count_as_in_plain_torch_or_raise(stage: int) -> None:
+    run_ranks(2, edits, stage)
+
+
+def cleared_adagrad() -> None:
+    whole = model()
+    optimizer = torch.optim.Adagrad(whole.parameters())
+    shoal.initialize(model=whole, optimizer=optimizer, config=config(1))
+    with pytest.raises(UsageError, match=r"optimizer\.state: Adagrad cannot step from an empty state"):
+        optimizer.state.clear()
+
+
+def test_an_optimizer_that_allocates_its_state_keeps_it() -> None:
+    run_ranks(1, cleared_adagrad)

@@ -19,7 +19,7 @@ from shoal.optim.elementwise import arithmetic_class
 from shoal.optim.handed_over import hand_over
 from shoal.optim.masks import MASK
 from shoal.optim.parameter_state import ReplicatedState
-from shoal.optim.sharded import ShardedOptimizer
+from shoal.optim.sharded import ShardedOptimizer, hooks_of
 from shoal.precision.loss_scale import DynamicScale, StaticScale
 from shoal.zero.ownership import owner_of
 from shoal.zero.unit import Unit
@@ -255,12 +255,12 @@ class PlainOptimizer(PublishedOptimizer):
     read by the model's parameters, and saved by their numbers, as torch's optimizers do.
     """
 
-    @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  read only
+    @ShardedOptimizer.state.getter
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
         """The state of each of the model's parameters, as it rests; empty before the first step."""
         return ReplicatedState(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _build_state_dict(self) -> dict[str, Any]:
         """Return the state by the numbers of the parameters, on every rank."""
         numbers = {parameter: number for number, parameter in enumerate(
             parameter for group in self.param_groups for parameter in group["params"])}
@@ -272,7 +272,7 @@ class PlainOptimizer(PublishedOptimizer):
         """Return an optimizer of the inner one's class over the model's parameters, whose calls reach the engine."""
         inner = self.optimizer
         given = object.__new__(type(inner))
-        vars(given).update(vars(inner))
+        vars(given).update({**vars(inner), **hooks_of(self)})
         hand_over(given, self)
         return given
 

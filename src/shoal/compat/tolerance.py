@@ -82,6 +82,7 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises the published error of a section that is wrong, and `AssertionError` for fp16 beside bf16.
     """
+    given = _nest_dotted(given)
     _refuse_invalid(given)
     values = {key: value for key, value in copy.deepcopy(dict(given)).items() if value is not None}
     zero = values.get("zero_optimization")
@@ -100,6 +101,22 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
             key for key, value in zero.items() if not is_auto(value)}:
         zero["stage3_param_persistence_threshold"] = PERSISTENT_BELOW
     values["checkpoint"] = {"async_save": False, "layout": "deepspeed", **values.get("checkpoint", {})}
+    return values
+
+
+def _nest_dotted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with literal keys such as "zero_optimization.reduce_bucket_size", which TRL writes, in their sections.
+
+    They fill in what is missing or "auto" there.
+    """
+    values = {key: value for key, value in given.items() if "." not in key}
+    for key in (key for key in given if "." in key):
+        section, _, name = key.partition(".")
+        inner = values.get(section, {})
+        if section not in nested(Config) or not isinstance(inner, Mapping):
+            values[key] = given[key]
+        elif name not in inner or is_auto(inner[name]):
+            values[section] = {**inner, name: given[key]}
     return values
 
 

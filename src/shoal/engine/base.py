@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -131,6 +131,13 @@ class BaseEngine(Accessors, nn.Module):
                              f"initialize, set fp16 or bf16 in the configuration, or call engine.destroy() first")
         return self
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raise `UsageError`: an engine has process groups and the buffers of its model."""
+        raise UsageError(f"this {type(self).__name__} can be neither copied nor pickled: copy engine.module (at stage 3 "
+                         f"within shoal.gathered(engine.module)), or save a checkpoint by engine.save_checkpoint")
+
+    __reduce_ex__ = __deepcopy__  # pyright: ignore[reportAssignmentType]  the protocol is of no interest
+
     # Building, by `initialize`
 
     @property
@@ -216,10 +223,12 @@ class BaseEngine(Accessors, nn.Module):
     def begin_pass(self) -> BackwardPass:
         """Count the backward pass that begins, wait for deferred steps, and describe the pass to the hooks.
 
-        Raises `UsageError` if backward has stepped units that `step` has not completed, if a parameter that was frozen at
-        initialize requires a gradient, or if the loss is not scaled; `TierError` if a step failed halfway.
+        Raises `UsageError` if there is no optimizer, if backward has stepped units that `step` has not completed, if a
+        parameter that was frozen at initialize requires a gradient, or if the loss is not scaled; `TierError` if a step
+        failed halfway.
         """
-        assert self.optimizer is not None
+        if self.optimizer is None:
+            raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
         self.progress.begin_backward()
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
@@ -254,6 +263,7 @@ class BaseEngine(Accessors, nn.Module):
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
         for communicator in self.parameter_groups.communicators:
             communicator.note_step(self.global_steps)
+        self.optimizer.call_step_hooks("pre")
         if self.replicated_grads is not None and self.parameter_groups.tensor is not None:
             more = self.replicated_grads.compare(self.parameter_groups.tensor, keep_checking=self.settings.debug)
             self.replicated_grads = self.replicated_grads if more else None
@@ -274,7 +284,9 @@ class BaseEngine(Accessors, nn.Module):
         if not applied:
             logger.warning("step %d: gradients overflowed, the step is skipped; loss scale is now %g",
                            self.global_steps, self.optimizer.loss_scale)
-        elif self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
+        else:
+            self.optimizer.call_step_hooks("post")
+        if applied and self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
             self.lr_scheduler.step(**lr_kwargs)
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:

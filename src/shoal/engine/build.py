@@ -6,7 +6,7 @@ units (whose layout the ranks compare), the optimizer over their masters, the sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -68,6 +68,9 @@ if TYPE_CHECKING:  # slow to import with older torch
     from torch.utils.data import Dataset
 
 __all__ = ["EngineClasses", "add_config_arguments", "build", "initialize", "loss_scale_of"]
+
+SHOWN = 5
+"""Parameters that a warning names before it counts the rest."""
 
 ScheduleSource = AnySchedule | Callable[[Optimizer], AnySchedule]
 ParameterSource = Iterable[Tensor | Mapping[str, Any]]
@@ -296,6 +299,8 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
         raise UsageError(f"initialize: no parameter of the {type(model).__name__} that the optimizer is given requires "
                          f"gradients: all are frozen. Call requires_grad_(True) on those to train, or leave the optimizer "
                          f"out of the configuration and of initialize to evaluate alone")
+    if trained:
+        _warn_of_untrained(model, trained)
     storage = plan_storage(settings, model, trained, traits.moments, dtypes, engine.parameter_groups, engine.device)
     recompute_as_configured(settings, engine)
     activations = saved_activations(settings, engine)
@@ -330,6 +335,17 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     groups.show_params(inner)
     rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
     return classes.optimizer(settings, inner)(sharded, views, inner, classes.loss_scale(settings), rules)
+
+
+def _warn_of_untrained(model: nn.Module, trained: Container[nn.Parameter]) -> None:
+    """Warn of parameters that require gradients and are in no group of the optimizer."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in trained]
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        warn_once(f"initialize: {len(names)} parameters of the {type(model).__name__} require gradients and are in no group "
+                  f"of the optimizer: {', '.join(names[:SHOWN])}{more}. They get no gradient, and no other optimizer can "
+                  f"step them: give them to this one in a group of their own, which may have another lr, or freeze them by "
+                  f"requires_grad_(False)")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from shoal.errors import UsageError
 from shoal.optim.elementwise import blank_state
 from shoal.optim.sharded import ShardedOptimizer
-from shoal.optim.views import MasterView
+from shoal.optim.views import STATE_IS_KEPT, MasterView
 from shoal.tier import fetched
 from shoal.zero.layout import Slot
 from shoal.zero.ownership import owner_of
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["GRADIENT", "MASTER", "ParameterState", "ReplicatedState"]
+__all__ = ["GRADIENT", "MASTER", "ParameterState", "ReplicatedState", "SlicedState"]
 
 MASTER = "master"
 GRADIENT = "gradient"
@@ -203,11 +203,28 @@ class ParameterState:
                 self.unit.gather()
 
 
-class ReplicatedState(Mapping[Tensor, dict[str, Any]]):
-    """The optimizer's state by the model's parameters, in the order of the groups, where every rank holds all of it."""
+class _KeptState(Mapping[Tensor, dict[str, Any]]):
+    """The optimizer's state by the model's parameters: it can be read and cleared, and no entry replaced."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
+
+    def clear(self) -> None:
+        """Begin the moments anew."""
+        self._optimizer.reset_state()
+
+    def __setitem__(self, parameter: Tensor, value: object) -> NoReturn:
+        raise UsageError(f"optimizer.state[...] = ...: {STATE_IS_KEPT}")
+
+    def __delitem__(self, parameter: Tensor) -> NoReturn:
+        raise UsageError(f"del optimizer.state[...]: {STATE_IS_KEPT}")
+
+
+class ReplicatedState(_KeptState):
+    """The optimizer's state by the model's parameters, in the order of the groups, where every rank holds all of it."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        super().__init__(optimizer)
         self._states: Mapping[Tensor, Mapping[str, Any]] = ShardedOptimizer.state.__get__(optimizer)  # a subclass may differ
 
     @staticmethod
@@ -230,3 +247,25 @@ class ReplicatedState(Mapping[Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class SlicedState(_KeptState):
+    """The optimizer's state where ranks hold slices of it: empty before the first step; after it reading raises."""
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        self._refuse_read()
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._refuse_read()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._refuse_read()
+        return 0
+
+    def _refuse_read(self) -> None:
+        if self._optimizer.optimizer.state:
+            raise UsageError("optimizer.state: ranks hold slices of it at stages 1 to 3, and changes here would be lost: "
+                             "read it by optimizer.state_dict() on every rank, or a moment by shoal.compat.parameters."
+                             "safe_get_full_optimizer_state(param, 'exp_avg'); optimizer.state.clear() begins it anew")

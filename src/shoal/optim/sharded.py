@@ -6,6 +6,7 @@ The inner optimizer is an elementwise one (torch's own, or the user's), or LAMB.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from shoal.optim.step_pass import (
     snapshot_options,
 )
 from shoal.optim.step_scheduler import StepScheduler
-from shoal.optim.views import OffloadedStateView, Views
+from shoal.optim.views import STATE_IS_KEPT, OffloadedStateView, Views
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.store import WRITE_AHEAD
 from shoal.zero.grad_attribute import clear_raw_grads
@@ -50,7 +51,7 @@ from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["MasterWriteCheck", "ShardedOptimizer", "StepRules"]
+__all__ = ["ShardedOptimizer", "StepRules", "WeightWrites", "hooks_of"]
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value of torch.nn.utils.clip_grad_norm_."""
@@ -125,9 +126,10 @@ class ShardedOptimizer(Optimizer):
         self.optimizer = optimizer
         """The inner optimizer, over views of the masters."""
         self.defaults = optimizer.defaults
-        self.param_groups = optimizer.param_groups
-        """The inner optimizer's groups, with the model's parameters."""
-        vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        """The parameters of each group, as `initialize` laid them out over the ranks."""
+        vars(self).update({name: OrderedDict() for name in hooks_of(optimizer)})
+        self._hooked: Optimizer = self
         self._owner: ReferenceType[StepOwner] | None = None
         self.views = views
         self.scaler: LossScale = loss_scale
@@ -136,7 +138,8 @@ class ShardedOptimizer(Optimizer):
         """Whether the last step was skipped because the gradients overflowed."""
         self._norm: GlobalNorm | None = None
         self._model = model
-        self._write_check = MasterWriteCheck(model.trainable)
+        self._weight_writes = WeightWrites(model.trainable)
+        self._allocates_state = bool(optimizer.state)  # Adagrad, when it is built
         if isinstance(optimizer, CompressedAdam):
             self._step_fn = compressed_step_fn(optimizer, native=rules.native)
         else:
@@ -159,11 +162,29 @@ class ShardedOptimizer(Optimizer):
         self.set_compression()
         for view in views.views:
             view.unit.gradient.expect_norm(rules.needs_norm)
-            if optimizer.state.get(view.parameter):  # Adagrad allocates it when it is built
+            if optimizer.state.get(view.parameter):
                 moments = StateAccess(reads_gradient=False, writes_weights=False)
                 view.unit.state.fetch(view.part, moments).wait()
                 move_moments_to_store(view, optimizer)
                 view.unit.state.commit(view.part, moments).wait()
+
+    def share_hooks(self, optimizer: Optimizer) -> None:
+        """Call the hooks of the script's `optimizer` from now on, with it: both have the parameters of the model."""
+        vars(self).update(hooks_of(optimizer))
+        self._hooked = optimizer
+
+    def call_step_hooks(self, when: str) -> None:
+        """Call the step hooks of scripts, the "pre" or the "post" ones: once a step, on every rank."""
+        for hook in [*vars(self)[f"_optimizer_step_{when}_hooks"].values()]:
+            if hook(self._hooked, (self._hooked,), {}) is not None:
+                raise UsageError("optimizer: a step hook returned other arguments for step(), which takes none; return None")
+
+    def _call_hooks(self, name: str, value: Any = None) -> Any:
+        """Call the hooks of a state dict, with `value` where there is one; return it, or what a hook gave in its place."""
+        for hook in [*vars(self)[f"_optimizer_{name}_hooks"].values()]:
+            result = hook(self._hooked) if value is None else hook(self._hooked, value)
+            value = value if value is None or result is None else result
+        return value
 
     def set_owner(self, owner: StepOwner) -> None:
         """Have `step` and `zero_grad` be those of the engine `owner`."""
@@ -176,9 +197,52 @@ class ShardedOptimizer(Optimizer):
         return owner
 
     @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  read only
-        """The inner optimizer's state, for reading; access reads a copy of moments that are on disk."""
-        return OffloadedStateView(self.views, self.optimizer, self._finish_before_read)
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  one list
+        """The inner optimizer's groups, with the model's parameters. Groups of the same parameters may replace them."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.replace_groups(groups)
+
+    def replace_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take the options of `groups` over. Raises `UsageError` unless they have the present parameters."""
+        self._check_members(groups)
+        self.optimizer.param_groups[:] = groups
+
+    def _check_members(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `UsageError` unless `groups` have the parameters that they had at `initialize`."""
+        found = [list(group["params"]) for group in groups]
+        if [[*map(id, members)] for members in found] != [[*map(id, members)] for members in self._members]:
+            raise UsageError(f"optimizer.param_groups: got groups of {[*map(len, found)]} parameters, and initialize laid "
+                             f"out {[*map(len, self._members)]}, which stay: change options such as lr within the groups, "
+                             f"freeze a parameter by requires_grad_(False), or call initialize with the other groups")
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  no dict
+        """The inner optimizer's state, for reading; access reads a copy of moments that are on disk.
+
+        An empty mapping may replace it, on every rank, which begins the moments anew.
+        """
+        return OffloadedStateView(self.views, self.optimizer, self._finish_before_read, self.reset_state)
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.replace_state(state)
+
+    def replace_state(self, state: Mapping[Tensor, Any]) -> None:
+        """Begin the moments anew if `state` is empty; raise `UsageError` otherwise."""
+        if state:
+            raise UsageError(f"optimizer.state: {STATE_IS_KEPT}")
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """Begin the moments anew, as an empty `state` does in torch; every rank calls it. Weights and masters stay."""
+        self._finish_before_read()
+        if self._allocates_state or isinstance(self.optimizer, CompressedOptimizer):
+            raise UsageError(f"optimizer.state: {type(self.optimizer).__name__} cannot step from an empty state: load one "
+                             f"by optimizer.load_state_dict, or call initialize with a new optimizer")
+        self.optimizer.state.clear()
 
     @property
     def loss_scale(self) -> float:
@@ -241,6 +305,7 @@ class ShardedOptimizer(Optimizer):
         """
         units = self._model.trainable
         self._scheduler.check()
+        self._check_members(self.param_groups)
         self._model.close_grads(keep=True)
         parameter_groups = self._model.parameter_groups
         if units and not self.has_gradients:
@@ -285,11 +350,11 @@ class ShardedOptimizer(Optimizer):
     def _reduce_grad_stats(self, units: list[TrainableUnit]) -> GradStats:
         """Reduce the outstanding gradients of `units`, apply masks, and return the statistics over all ranks.
 
-        Before that, pending publications finish, and the values of parameters that a script has replaced are loaded.
+        Before that, pending publications finish, and the values that a script has given to parameters are loaded.
         """
         self._model.finish_pending()  # units that no forward has used since the last step may still publish their masters
         self._model.load_replaced()
-        self._write_check.check()
+        self._weight_writes.take_over(stepped=self.begun)
         self._model.flush()
         if isinstance(self.optimizer, CompressedOptimizer):
             apply_masks(self.optimizer, units, self.views.views, self._model.tensor_slices)
@@ -405,6 +470,10 @@ class ShardedOptimizer(Optimizer):
         Every rank calls it. A torch optimizer over the same groups loads it too (engine/full_optimizer_state.py).
         """
         self._finish_before_read()
+        self._call_hooks("state_dict_pre")
+        return self._call_hooks("state_dict_post", self._build_state_dict())
+
+    def _build_state_dict(self) -> dict[str, Any]:
         return self._engine("state_dict").optimizer_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -413,7 +482,9 @@ class ShardedOptimizer(Optimizer):
         Every rank calls it, with the state on one of them or on all. Raises `UsageError` for a dict that does not fit.
         """
         self._finish_before_read()
+        state_dict = self._call_hooks("load_state_dict_pre", {**state_dict})
         self._engine("load_state_dict").load_optimizer_state_dict(state_dict)
+        self._call_hooks("load_state_dict_post")
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Raise `UsageError`: the parameters are laid out over the ranks once."""
@@ -436,6 +507,11 @@ class ShardedOptimizer(Optimizer):
         return not on_host and all(on_accelerator(view.parameter) for view in self.views.views)
 
 
+def hooks_of(optimizer: Optimizer) -> dict[str, OrderedDict[int, Any]]:
+    """Return the hooks that are registered on `optimizer`, by the attributes in which torch keeps them."""
+    return {name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")}
+
+
 def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:
     """Raise on every rank unless every parameter received a gradient on some rank."""
     unused = [member.name for unit, mask in stats.slots_with_grad.items()
@@ -448,8 +524,8 @@ def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:
                          f"requires_grad_(False), or set it to true. The weights are as before this step")
 
 
-class MasterWriteCheck:
-    """Warns of writes into weights that are copies of their masters: the next step overwrites them.
+class WeightWrites:
+    """Finds writes of scripts into weights that are copies of their masters, and takes them over before a step.
 
     It compares autograd's version counters of the weights at each step.
     """
@@ -458,21 +534,15 @@ class MasterWriteCheck:
         self._versions = {unit: unit.versions.count() for unit in units
                           if unit.has_separate_master and not unit.reshards}
 
-    def check(self) -> None:
-        """Warn of units that were written into since the last check and differ from their masters."""
+    def take_over(self, *, stepped: bool) -> None:
+        """Have the masters follow what was written since the last step; warn if they were `stepped` in backward already."""
         for unit, before in self._versions.items():
-            if (now := unit.versions.count()) != before:
-                self._versions[unit] = now
-                if not _matches_master(unit):
-                    warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and its masters, "
-                              f"which are stepped, do not know of it: it is lost. Load weights before initialize, or write "
-                              f"within shoal.gathered(model, modifier_rank=0)")
-
-
-def _matches_master(unit: TrainableUnit) -> bool:
-    """Whether this rank's weights equal its masters, cast."""
-    if unit.state.granule is not None:  # the masters are offloaded
-        return False
-    owned, master = unit.master_range, unit.state.master.tensor
-    weights = unit.full[owned.start:owned.stop]
-    return torch.equal(weights, master.to(device=weights.device, dtype=weights.dtype))
+            if unit.versions.count() == before:
+                continue
+            if stepped:
+                warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and backward has "
+                          f"stepped its masters, which do not know of it: it is lost. Write within "
+                          f"shoal.gathered(model, modifier_rank=0), or set offload_optimizer.step_in_backward to false")
+            else:
+                unit.keep_slots(range(len(unit.members)))
+            self._versions[unit] = unit.versions.count()

@@ -24,10 +24,16 @@ from shoal.tier import ResidentSpan, fetched
 from shoal.zero.layout import ALIGNMENT, Part
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["CAST_ELEMENTS", "MasterView", "OffloadedStateView", "OptimizerFactory", "OptimizerGroups", "Views"]
+__all__ = ["CAST_ELEMENTS", "STATE_IS_KEPT", "MasterView", "OffloadedStateView", "OptimizerFactory", "OptimizerGroups",
+           "Views"]
 
 CAST_ELEMENTS = 1 << 27
 """Elements of a step whose 16-bit gradients are cast to fp32 at once: 512 MiB."""
+
+STATE_IS_KEPT = ("the engine keeps it in slices, and takes over no other values: clear it to begin the moments anew, load "
+                 "one by optimizer.load_state_dict, or write one by "
+                 "shoal.compat.parameters.safe_set_full_optimizer_state(param, value, 'exp_avg')")
+"""The reason and the remedy in errors of writes to `optimizer.state`."""
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 """Builds an optimizer over parameter groups."""
@@ -219,7 +225,7 @@ class OptimizerGroups:
                              f"parameters; pass it before its first step, or resume from a checkpoint")
 
     def copy_over(self, optimizer: Optimizer, views: Views) -> Optimizer:
-        """Return a copy of the user's optimizer that steps the views; both have the same groups, options and hooks."""
+        """Return a copy of the user's optimizer that steps the views; both have the same groups and options."""
         self.check_new(optimizer)
         inner = copy(optimizer)
         vars(inner)["state"] = defaultdict(dict)
@@ -240,13 +246,14 @@ class OptimizerGroups:
 class OffloadedStateView(Mapping[Tensor, dict[str, Any]]):
     """The optimizer's state as a read-only mapping: access returns copies of moments that are on disk.
 
-    Writes to such a copy have no effect.
+    Writes to such a copy have no effect. `clear` begins the moments anew.
     """
 
-    def __init__(self, views: Views, optimizer: Optimizer, finish_step: Callable[[], None]):
+    def __init__(self, views: Views, optimizer: Optimizer, finish_step: Callable[[], None], reset: Callable[[], None]):
         self._views = views
         self._state = optimizer.state
         self._finish_step = finish_step
+        self.clear = reset
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         self._finish_step()

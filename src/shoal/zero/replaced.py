@@ -87,7 +87,8 @@ class ReplacedParameters:
                 raise UsageError(
                     f"forward: parameter '{name}' is {'no part of the model' if other is None else 'another object'} since "
                     f"initialize, and the engine would go on to train the old one. Write into the parameter instead "
-                    f"(p.data = value, load_state_dict without assign=True), or change the model before initialize")
+                    f"(p.data = value, load_state_dict without assign=True), or change the model before initialize. Give "
+                    f"torch.export, which replaces parameters, a copy.deepcopy of the model")
 
     def _refuse_new_parameters(self) -> None:
         """Raise for trainable parameters that the model has gained: no optimizer steps them, no rank averages them."""
