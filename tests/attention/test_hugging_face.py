@@ -184,6 +184,20 @@ def test_a_float_mask_of_the_caller_over_a_static_cache_finds_the_rows() -> None
     torch.testing.assert_close(last, whole[:, 99:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("whole_numbers", [False, True])
+def test_a_block_of_positions_that_see_each_other_keeps_its_rows(whole_numbers: bool) -> None:
+    model = sparse(build("llama", initializer_range=0.3), WINDOW).eval()
+    ids, seen = tokens(128), torch.ones(128, 128, dtype=torch.bool).tril()
+    seen[80:, 80:] = True  # an image among the tokens
+    mask: Any = seen if whole_numbers else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    mask = mask[None, None].expand(2, 1, -1, -1)
+    whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    cache = transformers.DynamicCache(config=model.config)
+    first = model(input_ids=ids[:, :80], attention_mask=mask[:, :, :80, :80], past_key_values=cache).logits
+    rest = model(input_ids=ids[:, 80:], attention_mask=mask[:, :, 80:], past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
+
+
 def test_packed_sequences_do_not_see_each_other() -> None:
     model = build("llama")
     ids, positions = tokens(64), torch.cat([torch.arange(30), torch.arange(34)])[None].expand(2, -1)
@@ -259,13 +273,17 @@ def test_cross_attention_is_refused() -> None:
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     config = transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32,
                                      decoder_ffn_dim=32, **heads)
-    model = transformers.BartModel(config)
-    with pytest.raises(NotServed, match=r"BartModel has cross attention \(decoder.layers.0.encoder_attn\).*'sdpa'"):
-        use_sparse_attention(model, WINDOW)
-    register(WINDOW)
-    model.set_attn_implementation("shoal_sparse")
+    model = sparse(transformers.BartModel(config), WINDOW)
     with pytest.raises(NotServed, match=r"belongs to a model with cross attention.*'sdpa'"):
         model(input_ids=tokens(32))
+
+
+def test_a_decoder_that_never_calls_its_cross_attention_is_served() -> None:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(vocab_size=50, d_model=32, decoder_layers=1, decoder_ffn_dim=32, dropout=0.0,
+                                     decoder_attention_heads=4, max_position_embeddings=80)
+    model = transformers.BartForCausalLM(config).eval()
+    close([sparse(model, DenseSparsityConfig(4, 16))(input_ids=tokens(60)).logits], [model(input_ids=tokens(60)).logits])
 
 
 def test_cross_attention_that_no_configuration_declares_is_refused() -> None:
@@ -281,7 +299,7 @@ def test_cross_attention_that_no_configuration_declares_is_refused() -> None:
 @pytest.mark.parametrize("name", ["block_indices", "indices", "s_aux", "sinks", "softcap"])
 def test_what_changes_the_result_of_attention_is_refused(name: str) -> None:
     with pytest.raises(NotServed, match=f"gives {name}, which this attention does not compute"):
-        check_served(torch.nn.Identity(), {name: torch.ones(1)})
+        check_served("shoal_sparse", torch.nn.Identity(), {name: torch.ones(1)})
 
 
 def test_a_structure_that_needs_more_blocks_is_dense() -> None:

@@ -328,12 +328,18 @@ def no_heads(ranks: int) -> list[Tensor]:
 
 def empty_batch() -> list[tuple[int, ...]]:
     axis = SequenceAxis(dist.group.WORLD)
-    query, blocks = torch.zeros(0, 2, 32, 16), LocalSlidingWindowSparsityConfig(2, 16).blocks(64)
-    return [tuple(attend_sequence(query, query, query, axis, blocks, exchange=exchange).shape)
-            for exchange in ("heads", "blocks")]
+    blocks = LocalSlidingWindowSparsityConfig(2, 16).blocks(64)
+    shapes: list[tuple[int, ...]] = []
+    for exchange in ("heads", "blocks"):
+        operands = [torch.zeros(0, 2, 32, 16, requires_grad=True) for _ in range(3)]
+        output = attend_sequence(*operands, axis, blocks, exchange=exchange)
+        output.sum().backward()
+        assert all(each.grad is not None for each in operands)
+        shapes.append(tuple(output.shape))
+    return shapes
 
 
-def test_an_empty_batch_exchanges_nothing() -> None:
+def test_an_empty_batch_gives_an_empty_part_with_gradients() -> None:
     assert run_ranks(2, empty_batch) == [[(0, 2, 32, 16)] * 2] * 2
 
 

@@ -89,8 +89,11 @@ def packed() -> list[bool]:
     axis = SequenceAxis(dist.group.WORLD)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])  # the second document begins where the second rank does
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "position_ids": positions}
-    with pytest.raises(NotServed, match="as where documents are packed"):
-        split_batch(batch, axis)
+    for given in (positions, positions[:, [4, 5, 6, 7, 0, 1, 2, 3]]):
+        with pytest.raises(NotServed, match="as where documents are packed"):
+            split_batch({**batch, "input_ids": torch.zeros(2, 8, dtype=torch.int64), "position_ids": given}, axis)
+    encoder = split_batch(batch, axis, causal=False)  # an encoder takes them as positions alone
+    assert torch.equal(encoder["position_ids"], positions[:, axis.part(8)])
     part = split_batch({**batch, "attention_mask": torch.ones(1, 8)}, axis)
     return part["position_ids"][0].tolist()
 
@@ -104,10 +107,12 @@ def join_again() -> list[int]:
     mask = torch.ones(1, 2, dtype=torch.bool)
     first, again = axis.join(mask), axis.join(mask)
     mask[:, axis.rank] = False
-    return [first is again, *axis.join(mask).int().flatten().tolist()]
+    with pytest.raises(UsageError, match="was written to since it was joined; give a new one on every rank"):
+        axis.join(mask)
+    return [first is again, *axis.join(mask.clone()).int().flatten().tolist()]
 
 
-def test_a_mask_that_was_written_to_is_joined_again() -> None:
+def test_a_mask_that_was_written_to_is_joined_as_a_new_one() -> None:
     assert run_ranks(2, join_again) == [[1, 0, 1, 1, 0]] * 2
 
 

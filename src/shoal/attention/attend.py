@@ -21,6 +21,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite, sqrt
+from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -40,6 +41,7 @@ __all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "kernels_for", "k
 
 Backend = Literal["auto", "reference", "gather", "native", "flex", "triton"]
 Mode = Literal["add", "mul"]
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex", "triton")
 
 
@@ -62,11 +64,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     from torch's generator of the host unless given). `first_head` is the number of the first of these heads in the whole
     attention, where these are some of its heads. A row that sees nothing gives zeros, and zero gradients.
 
-    Under autocast, operands of different dtypes take the one of autocast, as those of torch's attention do.
+    Under autocast, operands of different float dtypes take the one of autocast, as those of torch's attention do.
 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
-    if len({each.dtype for each in (query, key, value)}) > 1 and torch.is_autocast_enabled(query.device.type):
+    dtypes = {each.dtype for each in (query, key, value)}
+    if len(dtypes) > 1 and dtypes <= _DTYPES and torch.is_autocast_enabled(query.device.type):
         query, key, value = (each.to(torch.get_autocast_dtype(query.device.type)) for each in (query, key, value))
     _check(query, key, value, blocks, causal=causal, dropout=dropout, seed=seed, backend=backend)
     scale = scale_of(scale, query.shape[-1])
@@ -85,7 +88,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     if dropout and seed is None:
         seed = int(torch.randint(2**62, ()).item())
     call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
-                         biased=bias is not None, dropout=dropout, seed=seed or 0, hidden=_any(hidden),
+                         biased=bias is not None, dropout=dropout, seed=index(seed or 0), hidden=_any(hidden),
                          first_head=first_head)
     chosen = _choose(backend, call, query, key, value)
     if chosen in _WHOLE:
@@ -326,7 +329,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
     if len({(tensor.dtype, tensor.device) for tensor in named.values()}) > 1:
         raise UsageError("attend: query, key and value have one dtype, and one device; got "
                          + ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in named.items()))
-    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if query.dtype not in _DTYPES:
         raise UsageError(f"attend: operands are float32, bfloat16 or float16; got {query.dtype}")
     if not all((query.shape[1], key.shape[1], query.shape[3], value.shape[3])):
         raise UsageError(f"attend: operands have at least one head, and head dims of at least 1; got {shapes}")
@@ -346,7 +349,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
         raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
     if not 0.0 <= dropout < 1.0:
         raise UsageError(f"attend: dropout is a probability, at least 0 and below 1; got {dropout}")
-    if seed is not None and not isinstance(seed, int):
+    if seed is not None and not hasattr(seed, "__index__"):
         raise UsageError(f"attend: seed is a whole number, or None; got {seed!r}")
     if backend not in BACKENDS:
         raise UsageError(f"attend: backend is one of {', '.join(BACKENDS)}; got {backend!r}")

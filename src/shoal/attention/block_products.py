@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.attention.attend import Mode
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import addend
+from shoal.device import HOST
 from shoal.errors import NotServed, UsageError
 
 __all__ = ["MatMul", "Softmax"]
@@ -93,19 +94,20 @@ class Softmax(_OfLayout):
                  attn_mask_mode: Mode = "add") -> Tensor:
         """Return the softmax of `scale` x + masks: (batch, visited blocks, block, block).
 
-        `rpe` (batch or 1, heads or 1, length, length) is added, `key_padding_mask` is (batch, length), `attn_mask`
-        (length, length); in mode "mul", or of dtype bool, a mask hides where it is 0. Raises UsageError for other shapes
-        and modes.
+        `rpe` (batch or 1, heads or 1, length, length) is added, `key_padding_mask` is (batch or 1, length), `attn_mask`
+        (length, length), with any dims of `rpe` before; in mode "mul", or of dtype bool, a mask hides where it is 0. Raises
+        UsageError for other shapes and modes.
         """
         self._check_sparse(x)
-        length = self.layout.shape[1] * self.block, self.layout.shape[2] * self.block
-        _check_mask("key_padding_mask", key_padding_mask, key_padding_mask_mode, (len(x), length[1]))
-        _check_mask("attn_mask", attn_mask, attn_mask_mode, length)
+        heads, row_blocks, column_blocks = self.layout.shape
+        keys = column_blocks * self.block
+        _check_mask("key_padding_mask", key_padding_mask, key_padding_mask_mode, (len(x), keys))
+        _check_mask("attn_mask", attn_mask, attn_mask_mode, (len(x), heads, row_blocks * self.block, keys))
         scores = x.float() * scale
         if rpe is not None:
             scores = scores + addend(self._tiles(rpe))
         if key_padding_mask is not None:
-            columns = key_padding_mask.reshape(len(x), self.layout.shape[2], self.block)[:, self.columns, None]
+            columns = key_padding_mask.unflatten(-1, (self.layout.shape[2], self.block))[:, self.columns, None]
             scores = scores + _added(columns, key_padding_mask_mode)
         if attn_mask is not None:
             scores = scores + _added(self._tiles(attn_mask), attn_mask_mode)
@@ -125,14 +127,18 @@ class Softmax(_OfLayout):
         return cut[:, self.heads, self.rows, self.columns]
 
 
-def _check_mask(name: str, mask: Tensor | None, mode: str, shape: tuple[int, int]) -> None:
+def _check_mask(name: str, mask: Tensor | None, mode: str, shape: tuple[int, ...]) -> None:
+    """Raise UsageError for a mask that does not expand to `shape`, of which the first dims may be 1 or missing."""
     if mode not in ("add", "mul"):
         raise UsageError(f"Softmax: {name}_mode is 'add' or 'mul'; got {mode!r}")
     if mask is None:
         return
-    if [size for size in mask.shape if size != 1] != [size for size in shape if size != 1]:
-        raise UsageError(f"Softmax: {name} is {shape} here; got {tuple(mask.shape)}")
-    if mask.is_floating_point() and bool(mask.isnan().any()):
+    least = 2 if len(shape) > 2 else 1
+    fits = 2 <= mask.dim() <= len(shape) and mask.shape[-least:] == shape[-least:] and all(
+        size in (1, whole) for size, whole in zip(mask.shape[::-1], shape[::-1], strict=False))
+    if not fits:
+        raise UsageError(f"Softmax: {name} is {shape} here, where the first dims may be 1; got {tuple(mask.shape)}")
+    if mask.device == HOST and mask.is_floating_point() and bool(mask.isnan().any()):  # elsewhere it would wait
         raise UsageError(f"Softmax: {name} has NaN; where nothing is to be masked give 0 in mode 'add', 1 in mode 'mul'")
 
 

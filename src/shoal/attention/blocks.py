@@ -61,6 +61,7 @@ class Blocks:
                              f"got {tuple(layout.shape)}")
         if isinstance(block, bool) or not isinstance(block, Integral) or block < 1:
             raise UsageError(f"a block is a whole number of positions, at least one; got block={block!r}")
+        block = int(block)
         small = layout.detach().to("cpu", torch.bool)
         if not torch.equal(small.to(layout.dtype), layout.detach().cpu()):
             raise UsageError("a layout has entries 0 and 1 alone (1: the block is visited); "

@@ -36,8 +36,8 @@ from shoal.attention.sparsity import SparsityConfig
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
-__all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole", "check_model",
-           "check_served", "models_in", "register", "sparse_attention_in", "use_sparse_attention"]
+__all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole", "check_continues",
+           "check_model", "check_served", "models_in", "register", "sparse_attention_in", "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 _numbers = count(1)
@@ -71,7 +71,7 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                   dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                   position_bias: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
-        check_served(module, others)
+        check_served(NAME, module, others)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         of_heads = structure.of(query.shape[1])
         operands = query, key, value
@@ -80,7 +80,7 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
             output = attend_whole(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
                                   scale=scaling, backend=backend, first_head=tensor_rank * query.shape[1])
         else:
-            _check_continues(module, query, key, causal=causal)
+            check_continues(NAME, module, query, key, causal=causal)
             output = attend_cached(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
                                    scale=scaling)
         return output.transpose(1, 2).contiguous(), None
@@ -98,13 +98,13 @@ def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend 
     if not isinstance(model, TakesAttention):
         raise UsageError(f"use_sparse_attention: {type(model).__name__} is no model of Hugging Face transformers; build its "
                          f"layers with shoal.attention.attend or SparseSelfAttention")
-    check_model(model)
     name = f"{NAME}_{next(_numbers)}"
     register(sparsity, name=name, backend=backend, tensor_rank=tensor_rank)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise NotServed(f"use_sparse_attention: {type(model).__name__} computes its attention by itself, not by the "
                         f"attention interface of transformers; take a model whose attn_implementation can be set")
+    check_model(NAME, model)
 
 
 @contextmanager
@@ -161,40 +161,33 @@ _NOT_COMPUTED = ("block_indices", "cache", "indices", "s_aux", "sinks", "softcap
 """Arguments of attention functions that change its result: keys that the model chooses, sinks, a cap of scores."""
 
 
-def check_served(module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Raise NotServed for what this attention cannot compute."""
-    for name in _NOT_COMPUTED:
-        if others.get(name) is not None:
-            raise NotServed(f"{NAME}: {type(module).__name__} gives {name}, which this attention does not compute; choose "
+def check_served(name: str, module: nn.Module, others: Mapping[str, Any]) -> None:
+    """Raise NotServed for what the attention `name` cannot compute."""
+    for each in _NOT_COMPUTED:
+        if others.get(each) is not None:
+            raise NotServed(f"{name}: {type(module).__name__} gives {each}, which this attention does not compute; choose "
                             f"attn_implementation='eager' for this model")
     config = getattr(module, "config", None)
     declared = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
-    if declared or _is_cross_attention(module):
-        raise NotServed(f"{NAME}: {type(module).__name__} belongs to a model with cross attention, and a layout is of one "
+    if declared or getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__:
+        raise NotServed(f"{name}: {type(module).__name__} belongs to a model with cross attention, and a layout is of one "
                         f"sequence; choose attn_implementation='sdpa' for this model")
     if others.get("output_attentions"):
-        warn_once(f"{NAME}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
+        warn_once(f"{name}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
 
 
-def check_model(model: object) -> None:
-    """Raise NotServed for a model with modules of cross attention, before its first forward."""
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if name.rpartition(".")[2] in _CROSS_NAMES or _is_cross_attention(module):
-            raise NotServed(f"{NAME}: {type(model).__name__} has cross attention ({name}), and a layout is of one sequence; "
+def check_model(name: str, model: object) -> None:
+    """Raise NotServed for a Q-Former, whose cross attention no configuration declares and no module can be told by."""
+    for path, _ in model.named_modules() if isinstance(model, nn.Module) else ():
+        if path.rpartition(".")[2] == "crossattention":
+            raise NotServed(f"{name}: {type(model).__name__} has cross attention ({path}), and a layout is of one sequence; "
                             f"choose attn_implementation='sdpa' for this model")
 
 
-_CROSS_NAMES = frozenset({"cross_attention", "cross_attn", "crossattention", "encoder_attn"})
-
-
-def _is_cross_attention(module: nn.Module) -> bool:
-    return getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__
-
-
-def _check_continues(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> None:
-    """Raise NotServed where other keys than queries are not those of a cache."""
+def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> None:
+    """Raise NotServed where the keys are not those of a cache that ends with the queries' own."""
     if not causal or query.shape[2] > key.shape[2]:
-        raise NotServed(f"{NAME}: {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, and is "
+        raise NotServed(f"{name}: {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, and is "
                         f"{'' if causal else 'not '}causal: cross attention or a prefix, and a layout is of one sequence; "
                         f"choose attn_implementation='sdpa' for this model")
 
@@ -264,12 +257,14 @@ def attend_cached(structure: SparsityConfig | None, query: Tensor, key: Tensor, 
                          f"({query.shape[0]}, {keys}) or ({query.shape[0]}, 1, {queries}, {keys})")
     length = keys if mask is None else mask.shape[-1]
     own = torch.arange(length - queries, length)
-    numbers = torch.arange(length, device=device)
     if mask is None or mask.dim() == 2:
+        numbers = torch.arange(length, device=device)
         seen = numbers <= own.to(device)[:, None] if causal else numbers.new_ones(queries, length, dtype=torch.bool)
         mask = seen if mask is None else seen & mask[:, None, None].to(torch.bool)
-    elif causal:  # the last position that a query sees is its own: a static cache has later, empty ones
-        own = ((mask if mask.dtype == torch.bool else mask > HIDES) * numbers).amax((0, 1, 3)).cpu()
+    elif structure is not None:  # a static cache has empty positions after the last query's own, which nobody sees
+        anybody = (mask if mask.dtype == torch.bool else mask > HIDES).flatten(0, 2).any(0)
+        empty = length - 1 - int((anybody * torch.arange(length, device=device)).max())
+        own = (own - empty).clamp_(min=0)
     padded = 0 if structure is None else length + -length % structure.block
     if structure is not None and padded >= structure.shortest:
         rows = structure.blocks(padded, causal=causal).layout[:, own // structure.block]

@@ -123,8 +123,7 @@ class SparseAttentionSettings(Section):
                                                             f"{' or '.join(modes)}")
         if self.mode is not None:
             try:
-                structure = _build(self, 1)
-                structure.make_layout(structure.shortest)
+                _build(self, 1).check_rows()
             except (ConfigError, NotServed) as error:
                 yield Conflict(keys=("mode",), message=str(error))
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Set
-from hashlib import blake2b
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from numbers import Integral
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,10 @@ from shoal.errors import ConfigError, NotServed, UsageError
 
 __all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
            "LocalSlidingWindowSparsityConfig", "SparsityConfig", "TensorSparsityConfig", "VariableSparsityConfig"]
+
+
+_KNOWN = 64
+"""Lengths whose blocks a configuration keeps."""
 
 
 class SparsityConfig:
@@ -42,7 +46,7 @@ class SparsityConfig:
         self.block = block
         self.different_layout_per_head = bool(different_layout_per_head)
         self.seed = 0
-        self._known: dict[tuple[str, int, bool], Blocks] = {}
+        self._known: OrderedDict[Hashable, tuple[Blocks, list[object]]] = OrderedDict()
         self._at_least(1, num_heads=num_heads, block=block)
 
     def with_seed(self, seed: int) -> Self:
@@ -84,15 +88,21 @@ class SparsityConfig:
         is drawn in vain, and what a row sees does not change as the sequence grows. A `make_layout` of one's own is taken
         as it is.
         """
-        key = (repr(self), seq_len, causal)
+        values = [value for name, value in sorted(vars(self).items()) if name[0] != "_"]
+        key = (*map(_identity, values), seq_len, causal)
         if key not in self._known:
             layout, count = self._visited_of(seq_len, causal), self._count(seq_len)
             if layout.dim() == 3 and (layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (count, count)):
                 raise UsageError(f"{self._name}: make_layout({seq_len}) returned {tuple(layout.shape)}; return (heads, "
                                  f"blocks, blocks), here ({self.num_heads}, {count}, {count}), as "
                                  f"setup_layout({seq_len}) does")
-            self._known[key] = Blocks.of(layout, self.block)
-        return self._known[key]
+            self._known[key] = Blocks.of(layout, self.block), values  # kept, so that no other object has their identity
+            if len(self._known) > _KNOWN:
+                self._known.popitem(last=False)
+        return self._known[key][0]
+
+    def check_rows(self) -> None:
+        """Raise ConfigError for values that no length can have."""
 
     def _visited_of(self, seq_len: int, causal: bool) -> Tensor:
         return self.make_layout(seq_len)
@@ -153,13 +163,17 @@ class SparsityConfig:
 
 
 def _value(value: object) -> str:
-    """Return what tells a value from others: numbers of one size alike, tensors and arrays by all their entries."""
-    if not isinstance(value, bool) and isinstance(value, Integral):
-        return repr(int(value))
-    if isinstance(value, Tensor | np.ndarray):
-        entries = value.detach().to("cpu", torch.float64).numpy() if isinstance(value, Tensor) else value
-        return f"{type(value).__name__} {tuple(value.shape)} {blake2b(entries.tobytes(), digest_size=6).hexdigest()}"
-    return repr(value)
+    """Return the text of a value, alike for numbers of one size."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, cast('Sequence[object]', value)))}]"
+    return repr(int(value)) if not isinstance(value, bool) and isinstance(value, Integral) else repr(value)
+
+
+def _identity(value: object) -> Hashable:
+    """Return what tells a value from others: of a tensor, which object it is and how often it was written to."""
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else _value(value)
 
 
 class TensorSparsityConfig(SparsityConfig):
@@ -381,15 +395,18 @@ class BigBirdSparsityConfig(_Structure):
         self._at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
         self._check_attention(attention)
 
+    def check_rows(self) -> None:
+        if self.attention == "unidirectional" and self.num_random_blocks > 1:
+            raise ConfigError(f"{self._name}: num_random_blocks: got {self.num_random_blocks} beside attention "
+                              f"'unidirectional', whose first row has one block to draw from; give 0 or 1")
+
     def _needed(self) -> dict[str, int]:
         return {"num_random_blocks": self.num_random_blocks, "num_global_blocks": self.num_global_blocks,
                 "num_sliding_window_blocks": self.num_sliding_window_blocks}
 
     def _visited(self, blocks: int) -> Tensor:
         lower = self.attention == "unidirectional"
-        if lower and self.num_random_blocks > 1:
-            raise ConfigError(f"{self._name}: num_random_blocks: got {self.num_random_blocks} beside attention "
-                              f"'unidirectional', whose first row has one block to draw from; give 0 or 1")
+        self.check_rows()
         layout = self._nothing(blocks) | _window(blocks, self.num_sliding_window_blocks)
         layout[:, :self.num_global_blocks] = True
         layout[:, :, :self.num_global_blocks] = True

@@ -60,7 +60,7 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
                              "out, or take exchange='heads'")
         exchange = "heads"
     if not query.shape[0]:
-        return query[..., :1].expand(*query.shape[:3], value.shape[3])
+        return query.new_zeros(*query.shape[:3], value.shape[3]) + 0 * (query.sum() + key.sum() + value.sum())
     scale = scale_of(scale, query.shape[-1])
     if dropout and seed is None:
         seed = int(torch.randint(2**62, ()).item())

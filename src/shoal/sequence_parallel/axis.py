@@ -70,10 +70,14 @@ class SequenceAxis:
     def join(self, part: Tensor) -> Tensor:
         """Return the whole of a tensor of which each rank has a part (batch, n, ...); without gradients.
 
-        A tensor that is given again, as one mask is to every layer, is not sent again, unless it was written to.
+        A tensor that is given again, as one mask is to every layer, is not sent again. Raises `UsageError` for one that was
+        written to since: whether to send it cannot be decided by one rank.
         """
         version = -1 if part.is_inference() else part._version  # an inference tensor counts no writes
-        if self._joined is not None and self._joined[0]() is part and self._joined[1] == version >= 0:
+        if self._joined is not None and self._joined[0]() is part:
+            if self._joined[1] != version:
+                raise UsageError(f"join: this tensor {tuple(part.shape)} was written to since it was joined; give a new one "
+                                 f"on every rank, such as part.clone()")
             return self._joined[2]
         facts = f"a tensor {tuple(part.shape)} {part.dtype}".replace("torch.", "")
         flat = part.detach().contiguous().view(-1).view(torch.uint8)

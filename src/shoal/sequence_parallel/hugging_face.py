@@ -26,6 +26,7 @@ from shoal.attention.hugging_face import (
     TakesAttention,
     attend_cached,
     attend_whole,
+    check_continues,
     check_model,
     check_served,
     models_in,
@@ -60,7 +61,6 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
     if not isinstance(model, TakesAttention):
         raise UsageError(f"use_sequence_attention: {type(model).__name__} is no model of Hugging Face transformers; build "
                          f"its layers with shoal.sequence_parallel.attend_sequence")
-    check_model(model)
     if type(model).__name__.endswith(_POOLING):
         raise NotServed(f"use_sequence_attention: {type(model).__name__} pools one position of the sequence, which one rank "
                         f"has; split the model without its head, and compute the loss on the rank that has the position")
@@ -72,6 +72,7 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
     if model.config._attn_implementation != name:
         raise NotServed(f"use_sequence_attention: {type(model).__name__} computes its attention by itself, not by the "
                         f"attention interface of transformers; take a model whose attn_implementation can be set")
+    check_model(_NAME, model)
     if whole_loss:
         _set_loss(model, axis)
 
@@ -111,10 +112,10 @@ class SequenceAttention:
                  dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                  **others: Any) -> tuple[Tensor, None]:
         """Return this rank's rows (batch, n, heads, dim), and no weights."""
-        check_served(module, others)
+        check_served(_NAME, module, others)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not self._split_in_eval and not module.training:
-            output = self._of_whole(query, key, value, attention_mask, others.get("position_bias"), scale=scaling,
+            output = self._of_whole(module, query, key, value, attention_mask, others.get("position_bias"), scale=scaling,
                                     causal=causal, dropout=dropout)
         else:
             _check_whole_sequences(module, query, key, attention_mask, others)
@@ -125,15 +126,16 @@ class SequenceAttention:
                 first_head=self._tensor_rank * query.shape[1], exchange=self._exchange, backend=self._backend)
         return output.transpose(1, 2).contiguous(), None
 
-
-    def _of_whole(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, bias: Tensor | None, *,
-                  scale: float | None, causal: bool, dropout: float) -> Tensor:
+    def _of_whole(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None,
+                  bias: Tensor | None, *, scale: float | None, causal: bool, dropout: float) -> Tensor:
         """Return the attention of whole sequences, whose queries are the last positions of the keys (a cache)."""
         columns = key.shape[2]
         if padding is not None and padding.shape != (query.shape[0], columns):
             raise NotServed(f"{_NAME}: the mask is {tuple(padding.shape)}, and there are {columns} keys of "
                             f"{query.shape[0]} sequences; take a dynamic cache")
         structure = None if self._structures is None else self._structures.of(query.shape[1])
+        if structure is not None and query.shape[2] != columns:
+            check_continues(_NAME, module, query, key, causal=causal)
         if structure is None or query.shape[2] != columns:
             return attend_cached(structure, query, key, value, padding, bias, causal=causal, dropout=dropout, scale=scale)
         return attend_whole(structure, query, key, value, padding, bias, causal=causal, dropout=dropout, scale=scale,
@@ -207,4 +209,5 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         raise NotServed(f"{_NAME}: this model masks more than padding (packed sequences, or a sliding window of its own), "
                         f"whose rows are on other ranks; pad instead of packing, and give windows as a structure "
                         f"(local_sliding_window)")
-    return attention_mask
+    # A view, so that layers join it once for each forward: a script may write to its mask between them
+    return None if attention_mask is None else attention_mask.view_as(attention_mask)

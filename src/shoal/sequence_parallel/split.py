@@ -52,7 +52,7 @@ def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int =
     length, batches = batch[name].shape[1], batch[name].shape[0]
     unit = multiple * axis.ranks
     missing = -length % unit
-    if "attention_mask" not in batch:
+    if causal and "attention_mask" not in batch:
         _check_one_document(batch.get("position_ids"), batches, length)
     whole = {key: _padded(key, value, length, missing, padding_token) for key, value in batch.items()}
     device = batch[name].device
@@ -93,7 +93,7 @@ def _padded(name: str, value: Any, length: int, missing: int, padding_token: int
 
 def _check_one_document(positions: Any, batches: int, length: int) -> None:
     """Raise NotServed for positions of packed documents: models tell them apart by positions of one rank's part alone."""
-    if not isinstance(positions, Tensor) or positions.shape != (batches, length):
+    if not isinstance(positions, Tensor) or positions.shape not in ((batches, length), (1, length)):
         return
     if bool((positions.diff(dim=1) != 1).any()):
         raise NotServed("split: position_ids do not count on by 1 along the sequence, as where documents are packed, and "
