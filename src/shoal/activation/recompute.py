@@ -62,6 +62,11 @@ _KEPT = frozenset([
 ])
 
 
+_UNSAFE_VIEWS = frozenset([torch.ops.aten._unsafe_view.default, torch.ops.aten.unsafe_split.Tensor,
+                           torch.ops.aten.unsafe_split_with_sizes.default])
+"""Operators whose outputs share the memory of their input, but count the writes to them apart."""
+
+
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments by which a block of Transformers gets a cache of keys and values, which it appends to."""
 
@@ -251,17 +256,27 @@ class _Outputs:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, list[tuple[Tensor, int]]]] = {}
+        self._call_of: dict[int, int] = {}
+        """The calls by the storages of their outputs, while the forward runs."""
 
     def keep(self, call: int, output: Any) -> None:
         """Keep what a call returned."""
         output = tree_map(_detach_helper, output)  # shares memory and version
         self._kept[call] = output, [(each, each._version) for each in tensors_within(output)]
+        self._call_of.update((_storage(each), call) for each in tensors_within(output))
+
+    def watch(self, source: Tensor, views: Any) -> None:
+        """Note writes to `views` as those to what a call returned, if they share its memory: `source` does."""
+        call = self._call_of.get(_storage(source))
+        if call is not None:
+            self._kept[call][1].extend((each, each._version) for each in tensors_within(tree_map(_detach_helper, views)))
 
     def drop_overwritten(self) -> int:
         """Forget the outputs that were written to in place; return the bytes of the others."""
+        self._call_of.clear()
         for call in [call for call in self._kept if self._is_overwritten(call)]:
             del self._kept[call]
-        return sum(each.numel() * each.element_size() for _, versions in self._kept.values() for each, _ in versions)
+        return sum(each.nbytes for output, _ in self._kept.values() for each in tensors_within(output))
 
     def take(self, call: int) -> Any:
         """Return the output of a call; None where it is to be computed again."""
@@ -271,6 +286,10 @@ class _Outputs:
 
     def _is_overwritten(self, call: int) -> bool:
         return any(each._version != version for each, version in self._kept[call][1])
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
 
 
 def is_kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -308,6 +327,8 @@ class _Keep(_SelectiveMode):
         output = func(*args, **(kwargs or {}))
         if is_kept(func, args, kwargs or {}) and not self._recomputes():
             self._outputs.keep(next(self._calls), output)
+        elif func in _UNSAFE_VIEWS:
+            self._outputs.watch(args[0], output)
         return output
 
 
