@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from inspect import signature
@@ -35,8 +36,7 @@ from shoal.log import warn_once
 from shoal.module_hooks import is_compiled
 from shoal.tree import tensors_within
 
-__all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "kept_bytes",
-           "recompute_blocks"]
+__all__ = ["Calls", "RecomputeMode", "begin_pass", "calls_in_pass", "end_interrupted", "is_kept", "recompute_blocks"]
 
 
 P = ParamSpec("P")
@@ -76,16 +76,33 @@ def _outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", torch.compiler.disable(function))
 
 
+@dataclass(slots=True)
+class Calls:
+    """The calls of a block in one pass, with the bytes of their inputs: of the first tensor among the arguments of each."""
+
+    count: int = 0
+    inputs: int = 0
+    """Of all calls."""
+    largest: int = 0
+    """Of one call."""
+    kept: int = 0
+    """Bytes of outputs that selective recompute keeps."""
+
+    def add(self, inputs: int) -> None:
+        """Count a call."""
+        self.count += 1
+        self.inputs += inputs
+        self.largest = max(self.largest, inputs)
+
+
 class _Block:
     """The hooks of a block, which stay on the module; without recompute they do nothing."""
 
     def __init__(self, module: nn.Module):
         self.recompute = RecomputeMode.NONE
         """The activations that the block computes again, from its next forward on."""
-        self.kept = 0
-        """Bytes of outputs that the last forward kept with selective recompute."""
-        self.input_bytes = 0
-        """Bytes of the first tensor among the arguments of the last forward that autograd recorded."""
+        self.calls = Calls()
+        """The forwards of this pass that autograd recorded."""
         self._names = tuple(signature(module.forward).parameters)
         self._recomputes = False
         self._forwards: list[tuple[Generator[None], _HeldArguments]] = []
@@ -113,7 +130,7 @@ class _Block:
             return self._with_own_cache(args, kwargs)  # those given may serve another recompute
         if not torch.is_grad_enabled():
             return None
-        self.input_bytes = next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0)
+        self.calls.add(next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0))
         if self.recompute is RecomputeMode.NONE:
             return None
         own_args, own_kwargs = self._with_own_cache(args, kwargs)
@@ -148,10 +165,6 @@ class _Block:
             held.note()
             next(forward, None)
 
-    def forget_input(self) -> None:
-        """Forget the input of the last forward."""
-        self.input_bytes = 0
-
     def interrupt(self) -> None:
         """End a forward that an interrupt has ended."""
         if self._forwards:
@@ -179,7 +192,7 @@ class _Block:
             return
         with _Keep(outputs, lambda: self._recomputes):
             yield
-        self.kept = outputs.drop_overwritten()
+        self.calls.kept += outputs.drop_overwritten()
 
     @contextmanager
     def _recompute(self, module: nn.Module, states: AllStates, outputs: _Outputs | None,
@@ -363,18 +376,13 @@ def recompute_blocks(modules: Iterable[nn.Module], recompute: RecomputeMode) -> 
         _blocks[module].recompute = recompute
 
 
-def kept_bytes(module: nn.Module) -> int:
-    """Return the bytes of outputs that the last forward of a block with selective recompute kept."""
-    return _blocks[module].kept if module in _blocks else 0
+def calls_in_pass(module: nn.Module) -> Calls:
+    """Return the calls of a block since `begin_pass`."""
+    return _blocks[module].calls if module in _blocks else Calls()
 
 
-def input_bytes(module: nn.Module) -> int:
-    """Return the bytes of the first tensor among the arguments of a block's last forward; 0 where it did not run."""
-    return _blocks[module].input_bytes if module in _blocks else 0
-
-
-def forget_inputs(modules: Iterable[nn.Module]) -> None:
-    """Forget the inputs of the blocks among `modules`: a pass begins."""
+def begin_pass(modules: Iterable[nn.Module]) -> None:
+    """Forget the calls of the blocks among `modules`: a pass begins."""
     for module in modules:
         if module in _blocks:
-            _blocks[module].forget_input()
+            _blocks[module].calls = Calls()
