@@ -180,7 +180,7 @@ class Slices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What one copy holds, at one version: a storage, or the elements of a tensor that is a part of one.
+    """The contents of one copy, at one version: a storage, or the elements of a tensor that is a part of one.
 
     Views share the counter of versions of their base. Tensors from `unsafe_chunk` and `unsafe_split`, as `nn.GRU` and
     `nn.LSTMCell` have them, share a storage alone: the version of one says nothing of writes to the others.
