@@ -105,9 +105,9 @@ def in_function_transform() -> bool:
 
 def in_trace() -> bool:
     """Return whether torch.export, make_fx or torch.jit.trace records the operators that the code calls."""
-    script = torch._C._get_tracing_state()  # pyright: ignore  it has no annotation
     graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # pyright: ignore  it has no annotation
-    return torch.compiler.is_exporting() or script is not None or graph is not None
+    return (torch.compiler.is_exporting() or graph is not None
+            or torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]  torch documents it
 
 
 def needs_operators(*tensors: Tensor) -> bool:
