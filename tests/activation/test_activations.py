@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from shoal.activation.saved import version_witness
 from shoal.errors import ConfigError, TierError, UsageError
 from shoal.tensor_parallel import Column, Plan, Row, parallelize
 from shoal.testing import ranks_on, run_ranks
-from shoal.tier import Disk, Swap
+from shoal.tier import Disk, Swap, store
 from tests.late.ranks import prepare
 
 WIDTH, ROWS, BLOCKS, STEPS = 32, 600, 3, 2
@@ -347,6 +348,38 @@ def test_a_full_disk_names_rank_and_unit_and_loses_nothing(small_disk: Path) -> 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     for each in (engine, reference):
         each.destroy()
+
+
+def _full_host() -> tuple[str, bool]:
+    """Return the error of a step without host memory, and whether training goes on bit by bit."""
+    model, plain = _model("blocks"), _model("blocks")
+    engine, reference = _engine(model, {"cpu_checkpointing": True}), _engine(plain, {})
+    allocate, message = (store.zeros, store.pinned_zeros), ""
+
+    def fails(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    x = torch.randn(ROWS, WIDTH).to(engine.device)
+    store.zeros = store.pinned_zeros = fails
+    try:
+        engine(x)
+    except TierError as error:
+        message = str(error)
+    store.zeros, store.pinned_zeros = allocate
+    for each in (engine, reference):
+        torch.manual_seed(3)
+        for _ in range(STEPS):
+            each.backward(each(x).square().mean())
+            each.step()
+    return message, all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_full_host_names_rank_and_unit_and_loses_nothing() -> None:
+    with ranks_on(prepare):
+        (message, same), = run_ranks(1, _full_host)
+    assert re.match(r"rank 0: saved activations of .* bytes: needed .* bytes of .*host memory: can't allocate memory\. "
+                    r"It is a tensor of shape .*, saved in the forward around unit '[012]'", message)
+    assert same
 
 
 def _saved(folder: Path) -> SavedActivations:
