@@ -36,7 +36,8 @@ from shoal.log import warn_once
 from shoal.module_hooks import is_compiled
 from shoal.tree import tensors_within
 
-__all__ = ["Calls", "RecomputeMode", "begin_pass", "calls_in_pass", "end_interrupted", "is_kept", "recompute_blocks"]
+__all__ = ["Calls", "RecomputeMode", "begin_pass", "buffers_apart", "calls_in_pass", "end_interrupted", "is_kept",
+           "recompute_blocks"]
 
 
 P = ParamSpec("P")
@@ -200,7 +201,7 @@ class _Block:
         held.check()
         self._recomputes = True
         try:
-            with states.replayed(TRACKER), _buffers_apart(module), nullcontext() if outputs is None else _Take(outputs):
+            with states.replayed(TRACKER), buffers_apart(module), nullcontext() if outputs is None else _Take(outputs):
                 yield
         finally:
             self._recomputes = False
@@ -248,9 +249,9 @@ def _own_cache(name: str, value: Any) -> Any:
 
 
 @contextmanager
-def _buffers_apart(module: nn.Module) -> Generator[None]:
-    """Within the context the module updates copies of its buffers: the forward has updated the buffers themselves."""
-    buffers = [(each, name, buffer) for each in module.modules()
+def buffers_apart(*modules: nn.Module) -> Generator[None]:
+    """Within the context the modules update copies of their buffers: the forward has updated the buffers themselves."""
+    buffers = [(each, name, buffer) for module in modules for each in module.modules()
                for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)]
     for each, name, buffer in buffers:
         setattr(each, name, buffer.detach().clone())
