@@ -9,7 +9,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import TransformType
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import NotServed
 
 __all__ = ["at_end_of_backward", "backward_liveness", "check_first_derivative", "differentiable_gradients", "graph_task",
-           "in_backward", "in_function_transform", "in_gradient_transform", "is_reached", "isolated", "keeps_graph",
-           "run_backward", "saved_by_checkpoint"]
+           "in_backward", "in_function_transform", "in_gradient_transform", "in_trace", "is_reached", "isolated",
+           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint"]
 
+_PLAIN = (Tensor, nn.Parameter)
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
 
 
@@ -100,6 +101,23 @@ def in_function_transform() -> bool:
     """Return whether the code runs within a transform of torch.func, or in forward-mode differentiation."""
     dual = torch.autograd.forward_ad._current_level  # pyright: ignore  it has no annotation
     return dual >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore  it has no annotation
+
+
+def in_trace() -> bool:
+    """Return whether torch.export, make_fx or torch.jit.trace records the operators that the code calls."""
+    graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # pyright: ignore  it has no annotation
+    return (torch.compiler.is_exporting() or graph is not None
+            or torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]  torch documents it
+
+
+def needs_operators(*tensors: Tensor) -> bool:
+    """Return whether code must compute by torch's operators, and not by kernels that take the addresses of `tensors`.
+
+    Others follow the operators there (torch.compile, torch.func, a trace), or a tensor is of a subclass: a DTensor or one of
+    FakeTensorMode has no memory of its own.
+    """
+    return (torch.compiler.is_compiling() or in_function_transform() or in_trace()
+            or any(type(tensor) not in _PLAIN for tensor in tensors))
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

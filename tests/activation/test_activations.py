@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from shoal.activation.saved import version_witness
 from shoal.errors import ConfigError, TierError, UsageError
 from shoal.tensor_parallel import Column, Plan, Row, parallelize
 from shoal.testing import ranks_on, run_ranks
-from shoal.tier import Disk, Swap
+from shoal.tier import Disk, Swap, store
 from tests.late.ranks import prepare
 
 WIDTH, ROWS, BLOCKS, STEPS = 32, 600, 3, 2
@@ -158,6 +159,19 @@ def test_a_later_value_of_a_storage_rests_apart(tmp_path: Path) -> None:
     after = saved.pack(x, "module")
     assert before is not None and after is not None
     assert before.restore().sum() == 0 and after.restore().sum() == x.numel()
+
+
+def test_a_part_with_versions_of_its_own_rests_alone(tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+    first, second = torch.zeros(400, 128).unsafe_chunk(2, -1)
+    first.add_(1)
+    resting = [saved.pack(first, "module")]
+    second.add_(2)  # has the version that the first had
+    resting += [saved.pack(second, "module"), saved.pack(second[1:, ::2], "module")]
+    found = [view.restore() for view in resting if view is not None]
+    assert saved.rested_bytes == 2 * first.numel() * 4
+    for view, each in zip(found, (first, second, second[1:, ::2]), strict=True):
+        assert torch.equal(view, each) and view.stride() == each.stride()
 
 
 def test_small_whole_number_and_sparse_tensors_stay(tmp_path: Path) -> None:
@@ -336,6 +350,38 @@ def test_a_full_disk_names_rank_and_unit_and_loses_nothing(small_disk: Path) -> 
         each.destroy()
 
 
+def _full_host() -> tuple[str, bool]:
+    """Return the error of a step without host memory, and whether training goes on bit by bit."""
+    model, plain = _model("blocks"), _model("blocks")
+    engine, reference = _engine(model, {"cpu_checkpointing": True}), _engine(plain, {})
+    allocate, message = (store.zeros, store.pinned_zeros), ""
+
+    def fails(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    x = torch.randn(ROWS, WIDTH).to(engine.device)
+    store.zeros = store.pinned_zeros = fails
+    try:
+        engine(x)
+    except TierError as error:
+        message = str(error)
+    store.zeros, store.pinned_zeros = allocate
+    for each in (engine, reference):
+        torch.manual_seed(3)
+        for _ in range(STEPS):
+            each.backward(each(x).square().mean())
+            each.step()
+    return message, all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_full_host_names_rank_and_unit_and_loses_nothing() -> None:
+    with ranks_on(prepare):
+        (message, same), = run_ranks(1, _full_host)
+    assert re.match(r"rank 0: saved activations of .* bytes: needed .* bytes of .*host memory: can't allocate memory\. "
+                    r"It is a tensor of shape .*, saved in the forward around unit '[012]'", message)
+    assert same
+
+
 def _saved(folder: Path) -> SavedActivations:
     return _saved_on(Swap(folder))
 
@@ -445,7 +491,57 @@ class _WritesInPlace(nn.Module):
         return x + self.down(self.relu(self.up(x)))
 
 
-_KINDS = {"draws": _Draws, "normalizes": _Normalizes, "writes": _WritesInPlace}
+class _WritesToProducts(nn.Module):
+    """A block that writes to products through `_unsafe_view`, as `F.linear` without bias and `torch.matmul` return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.view(4, -1, WIDTH)
+        scores = torch.matmul(self.up(hidden).sub_(0.5).sin(), self.down.weight)
+        scores += self.down.bias
+        return x + scores.tanh().view(x.shape)
+
+
+class _WritesToChunks(nn.Module):
+    """A block that writes to parts of a product that count versions apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).unsafe_chunk(2, -1)
+        gate = gate.sigmoid_()
+        value = value.tanh_()
+        return x + self.down(gate * value)
+
+
+class _Recurs(nn.Module):
+    """A block around `nn.GRU`, whose cells write to parts of their products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cell(x.view(-1, 2, WIDTH))[0].reshape(x.shape)
+
+
+class _RecursByCells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTMCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, state = self.first(x, (x.sin(), x.cos()))
+        return x + self.second(hidden, state)
+
+
+_KINDS = {"draws": _Draws, "normalizes": _Normalizes, "writes": _WritesInPlace, "products": _WritesToProducts,
+          "chunks": _WritesToChunks, "gru": _Recurs, "cells": _RecursByCells}
 
 
 def _states(kind: str, section: dict[str, Any]) -> dict[str, Tensor]:
@@ -460,9 +556,11 @@ def _states(kind: str, section: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("section", [{"recompute": "full"}, {"recompute": "selective"}, {"budget": "1GB"}], ids=str)
+@pytest.mark.parametrize("section", [{"recompute": "full"}, {"recompute": "selective"}, {"budget": "1GB"},
+                                     {"rest": "nvme"}], ids=str)
 @pytest.mark.parametrize("kind", [*_KINDS])
-def test_blocks_with_state_of_their_own_recompute_as_kept(kind: str, section: dict[str, Any]) -> None:
+def test_blocks_that_draw_or_write_train_bitwise_as_kept(kind: str, section: dict[str, Any], tmp_path: Path) -> None:
+    section = section | ({"nvme_path": str(tmp_path)} if "rest" in section else {})
     kept, found = run_ranks(1, _states, kind, {})[0], run_ranks(1, _states, kind, section)[0]
     assert [name for name, value in kept.items() if not torch.equal(value, found[name])] == []
 

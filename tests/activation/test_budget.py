@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shoal
@@ -32,6 +33,7 @@ from shoal.pipeline.layer import LayerSpec
 from shoal.pipeline.module import PipelineModule
 from shoal.tensor_parallel import Column, Plan, Row, parallelize
 from shoal.testing import run_ranks
+from shoal.tree import tensors_within
 
 from .test_activations import BLOCKS, ROWS, WIDTH, Block
 
@@ -76,6 +78,14 @@ def test_the_peak_counts_a_block_that_is_recomputed_beside_earlier_ones() -> Non
     assert peak(passes, [[FULL] * 3]) == 5 + 2 + 10
     assert peak(passes, [[FULL, FULL, NONE]]) == 5 + 2 + 10
     assert peak(passes, [[NONE] * 3]) == 5 + 30
+
+
+def test_the_peak_recomputes_one_call_of_a_block_beside_all_others() -> None:
+    repeated = BlockBytes(inputs=4, selective=12, kept=40, one_call=10)
+    passes = [PassBytes(blocks=(repeated, repeated), outside=5)]
+    assert peak(passes, [[FULL] * 2]) == 5 + 4 + 4 - 1 + 10
+    assert peak(passes, [[FULL, NONE]]) == 5 + 4 + 40 - 1 + 10
+    assert peak(passes, [[NONE] * 2]) == 5 + 80
 
 
 def test_the_peak_counts_passes_in_flight_of_each_root() -> None:
@@ -448,3 +458,63 @@ def _growing() -> tuple[int, int]:
 def test_a_budget_holds_where_later_blocks_of_a_kind_save_more() -> None:
     budget, alive = run_ranks(1, _growing)[0]
     assert alive <= budget
+
+
+class _Repeats(nn.Module):
+    """Calls its blocks in turn several times, as a universal transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+class _LiveStorages(TorchDispatchMode):
+    """The storages that operators have returned, and not those of weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._weights = {StorageWeakRef(each.untyped_storage()) for each in model.parameters()}
+        self._found: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_within(output):
+            self._found[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        return output
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for each, size in self._found.items() if not each.expired() and each not in self._weights)
+
+
+def _repeated(budget: int) -> tuple[list[str], int, int]:
+    """Return the modes, the bytes that are alive after the last forward, and the expected peak."""
+    torch.manual_seed(0)
+    engine: Any = shoal.initialize(model=_Repeats(), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "log_level": "error",
+        "activation_checkpointing": {"budget": budget}})[0]
+    alive = 0
+    for _ in range(3):
+        with _LiveStorages(engine.module) as live:
+            output = engine(torch.randn(ROWS, WIDTH))
+            alive = live.bytes
+        engine.backward(output.square().mean())
+        engine.step()
+    return _modes(engine.activations.budget), alive, engine.activations.budget.expected
+
+
+def test_a_budget_holds_for_blocks_that_a_pass_calls_several_times() -> None:
+    least = 12 * ROWS * WIDTH * 4 + 1_000_000  # the inputs of all calls, and one call that is computed again
+    shares: list[int] = []
+    for budget in (least, 4_000_000, 6_000_000, 10**9):
+        (modes, alive, expected), = run_ranks(1, _repeated, budget)
+        assert alive <= expected <= budget
+        shares.append(modes.count("full"))
+    assert shares[0] == BLOCKS and shares[-1] == 0
+    assert shares == sorted(shares, reverse=True)

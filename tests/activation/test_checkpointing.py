@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -247,3 +248,13 @@ def test_keys_that_the_engine_reads_are_accepted_in_the_section() -> None:
 def test_a_number_of_layers_below_one_is_refused(count: Any) -> None:
     with pytest.raises(UsageError, match=r"set_num_layers: got .*; give the number of recomputed functions"):
         checkpointing.set_num_layers(count)
+
+
+@pytest.mark.parametrize("how", ["module", "method", "partial"])
+def test_a_recomputed_module_counts_its_statistics_once(how: str) -> None:
+    norm, twin = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    x = torch.randn(6, 4, requires_grad=True)
+    function = {"module": norm, "method": norm.forward, "partial": partial(norm.__call__)}[how]
+    checkpointing.checkpoint(function, x).sum().backward()
+    twin(x).sum().backward()
+    assert all(map(torch.equal, norm.state_dict().values(), twin.state_dict().values()))

@@ -6,12 +6,15 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from shoal.errors import UsageError
@@ -279,3 +282,45 @@ def test_each_instruction_set_gives_the_same_bits(tmp_path: Path, monkeypatch: p
         with monkeypatch.context() as patched:
             patched.setattr(fused.native, "load", lambda _, library=library: library)
             assert all(torch.equal(got, want) for got, want in zip(native_passes(), expected, strict=True)), name
+
+
+FOLLOWED: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    **{name: (operation, operands(name, torch.float32)) for name, (operation, _) in OPERATIONS.items()},
+    "bias_gelu": (bias_gelu, [torch.randn(6, DIM), torch.randn(DIM)]),
+    "dropout_add_norm": (partial(dropout_add_norm, dropout=0.2, seed=3), [
+        *torch.randn(2, 6, DIM), *torch.randn(2, DIM)]),
+    "invertible": (partial(dropout_add_norm, invertible=True), [*torch.randn(2, 6, DIM), torch.rand(DIM) + 1,
+                                                                torch.randn(DIM)])}
+
+
+@pytest.mark.parametrize("name", [*FOLLOWED])
+def test_a_pass_is_torchs_operators_under_torch_func(name: str) -> None:
+    operation, given = FOLLOWED[name]
+    leaf = given[0].clone().requires_grad_()
+    want, = torch.autograd.grad(operation(leaf, *given[1:]).square().sum(), leaf)
+    got = torch.func.grad(lambda x: operation(x, *given[1:]).square().sum())(given[0])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+@pytest.mark.parametrize("name", [*FOLLOWED])
+def test_a_traced_pass_computes_from_its_operands(name: str, mode: str) -> None:
+    operation, given = FOLLOWED[name]
+    graph = make_fx(lambda *given: operation(*given), tracing_mode=mode)(*[torch.zeros_like(each) for each in given])
+    torch.testing.assert_close(graph(*given), operation(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*FOLLOWED])
+def test_a_pass_takes_no_address_of_a_tensor_without_memory(name: str) -> None:
+    operation, given = FOLLOWED[name]
+    with FakeTensorMode() as mode:
+        assert operation(*map(mode.from_tensor, given)).shape == given[0].shape
+
+
+def test_a_gain_of_another_dtype_is_refused() -> None:
+    x, gain = torch.randn(4, DIM), torch.ones(DIM)
+    with pytest.raises(UsageError, match=r"dropout_add_norm: got a gain of torch.bfloat16 and a shift of torch.float32"):
+        dropout_add_norm(x, x, gain.bfloat16(), gain)
+    with pytest.raises(UsageError, match=r"give both in torch.float32$"):
+        dropout_add_norm(x, x, gain.half(), gain.half())
+    assert dropout_add_norm(x.bfloat16(), x.bfloat16(), gain, gain).dtype == torch.bfloat16

@@ -240,3 +240,11 @@ def test_tensor_parallel_layers_have_these_products(sequence_dim: int | None) ->
     for got, want in zip(mine, plain, strict=True):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@needs_onednn
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
+def test_a_traced_product_is_torchs() -> None:
+    _, mine, x = pair()
+    traced = torch.jit.trace(mine, (x,))
+    assert torch.equal(traced(2 * x), nn.functional.linear(2 * x, mine.weight, mine.bias))

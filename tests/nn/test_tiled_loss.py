@@ -312,6 +312,27 @@ class TestHuggingFace:
             model.train()(input_ids=ids, labels=ids)
         model.eval()(input_ids=ids, labels=ids)
 
+    def test_a_model_that_computes_its_own_loss_is_refused(self) -> None:
+        hf: Any = pytest.importorskip("transformers", reason="the package transformers is not installed")
+        model: Any = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=WORDS, d_model=8, d_kv=4, d_ff=8, num_layers=1,
+                                                               num_heads=2))
+        with pytest.raises(NotServed, match="T5ForConditionalGeneration computes another loss in its forward"):
+            use_tiled_loss(model)
+
+        class Extends(hf.LlamaForCausalLM):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return super().forward(*args, **kwargs)
+
+        use_tiled_loss(Extends(self.model().config))
+
+    def test_a_head_that_is_replaced_afterwards_is_refused(self) -> None:
+        model = self.model()
+        use_tiled_loss(model)
+        model.set_output_embeddings(nn.Linear(8, WORDS))
+        ids = torch.randint(WORDS, (2, 6))
+        with pytest.raises(UsageError, match="was replaced by a Linear afterwards"):
+            model.train()(input_ids=ids, labels=ids)
+
     def test_a_second_swap_and_other_losses_are_refused(self) -> None:
         model = self.model()
         use_tiled_loss(model)

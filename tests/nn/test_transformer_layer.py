@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -363,3 +364,34 @@ def test_a_word_for_kernels_that_is_none_of_the_three_is_refused() -> None:
     for call in calls:
         with pytest.raises((ConfigError, UsageError), match="onednnn"):
             call()
+
+
+def test_weights_may_be_given_by_functional_call_or_a_parametrization() -> None:
+    made, x = layer(), torch.randn(2, LENGTH, HIDDEN)
+    want = made(x)
+    values = {name: parameter.detach().clone() for name, parameter in made.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(layer(initializer_range=1.0), values, (x,)), want)
+    nn.utils.parametrizations.weight_norm(made, "attn_ow")
+    torch.testing.assert_close(made(x), want)
+
+
+def test_a_layer_may_be_exported_and_made_of_fake_tensors() -> None:
+    made, x = layer(normalize_invertible=True, gelu_checkpoint=True).eval(), torch.randn(2, LENGTH, HIDDEN)
+    torch.testing.assert_close(torch.export.export(made, (x,), strict=False).module()(x), made(x))
+    with FakeTensorMode():
+        assert layer()(torch.randn(2, LENGTH, HIDDEN)).shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its attention
+def test_a_layer_maps_and_differentiates_under_torch_func() -> None:
+    made, x = layer(normalize_invertible=True, gelu_checkpoint=True), torch.randn(3, 2, LENGTH, HIDDEN)
+    torch.testing.assert_close(torch.vmap(made)(x), torch.stack([made(each) for each in x]))
+    leaf = x[0].clone().requires_grad_()
+    want, = torch.autograd.grad(made(leaf).square().sum(), leaf)
+    got = torch.func.grad(lambda each: made(each).square().sum())(x[0])
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_hidden_states_of_another_dtype_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"got hidden states of torch.float32, and the weights are torch.float16"):
+        layer(fp16=True)(torch.randn(2, LENGTH, HIDDEN))

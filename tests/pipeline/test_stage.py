@@ -80,6 +80,17 @@ def test_recompute_reruns_groups_and_keeps_the_gradients(recompute: Recompute, r
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def test_a_recomputed_group_counts_its_statistics_once() -> None:
+    x = torch.randn(6, WIDTH)
+    counted: list[Any] = []
+    for interval in (0, 2):
+        torch.manual_seed(0)
+        made = stage([nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()], Recompute(interval=interval))
+        made(x).sum().backward()
+        counted.append(made.state_dict())
+    assert all(map(torch.equal, counted[0].values(), counted[1].values()))
+
+
 def test_a_custom_checkpoint_receives_the_parts_of_a_tuple() -> None:
     """The re-entrant checkpoint finds only tensors that are arguments."""
     linear = nn.Linear(3, 3)

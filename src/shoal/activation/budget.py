@@ -17,6 +17,9 @@ Every block takes the second plan before one takes the third: products take most
 of the bytes; and with a store of its own (`rest`), to copy is cheaper than to compute again. A block whose tensors rest has
 all of them on the device while its backward runs, and those of the block before it, which are fetched ahead.
 
+A block that a pass calls several times counts all its calls. Backward recomputes one of them at a time, while the calls of
+all other blocks may rest, for their order is not measured.
+
 A pipeline has several passes in flight, of one stage or more. Its schedule gives the `Moment`s of a step: which passes rest
 beside the one that runs. The budget holds at each of them.
 """
@@ -26,12 +29,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from itertools import groupby
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shoal.activation.recompute import RecomputeMode, forget_inputs, input_bytes, kept_bytes, recompute_blocks
+from shoal.activation.recompute import Calls, RecomputeMode, begin_pass, calls_in_pass, recompute_blocks
 from shoal.errors import ConfigError
 from shoal.log import logger
 
@@ -49,10 +53,20 @@ __all__ = [
     "peak",
 ]
 
-_MEASURED = {"inputs": (RecomputeMode.FULL, False), "selective": (RecomputeMode.SELECTIVE, False),
-             "kept": (RecomputeMode.NONE, False), "staying_inputs": (RecomputeMode.FULL, True),
-             "staying": (RecomputeMode.NONE, True)}
-"""The numbers of a block: the mode in which each is measured, and whether only tensors count that a store does not take."""
+
+
+class _Counted(Enum):
+    """The tensors that count for a number of a block."""
+
+    ALL = "all"
+    STAYING = "those that a store does not take"
+    ONE_CALL = "those of the call that saves most"
+
+
+_MEASURED = {"inputs": (RecomputeMode.FULL, _Counted.ALL), "selective": (RecomputeMode.SELECTIVE, _Counted.ALL),
+             "kept": (RecomputeMode.NONE, _Counted.ALL), "staying_inputs": (RecomputeMode.FULL, _Counted.STAYING),
+             "staying": (RecomputeMode.NONE, _Counted.STAYING), "one_call": (RecomputeMode.NONE, _Counted.ONE_CALL)}
+"""The numbers of a block: the mode in which each is measured, and what counts."""
 _PROBED = RecomputeMode.NONE, RecomputeMode.SELECTIVE, RecomputeMode.FULL
 """The modes of the blocks of one kind in passes that measure: of the first, the second, and all others."""
 _MOST_PROBES = 8
@@ -86,7 +100,7 @@ RESTING = (ActivationPlan(RecomputeMode.FULL, True), ActivationPlan(RecomputeMod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBytes:
-    """The bytes of saved tensors of one block."""
+    """The bytes of saved tensors of one block, of all its calls in a pass."""
 
     inputs: int
     """With full recompute."""
@@ -98,6 +112,17 @@ class BlockBytes:
     """Those of `inputs` that a store does not take: small tensors, and those without floating point numbers."""
     staying: int = 0
     """Those of `kept` that a store does not take."""
+    one_call: int = 0
+    """Without recompute, of the call that saves most; 0: of the only one."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a pass calls the block several times."""
+        return 0 < self.one_call < self.kept
+
+    def of_call(self, size: int) -> int:
+        """Return the share of one call in `size` bytes of all."""
+        return -(-size * self.one_call // self.kept) if self.is_repeated else size
 
     def resting(self, plan: ActivationPlan) -> int:
         """Return the bytes on the device between the forward and the backward of the block."""
@@ -135,6 +160,8 @@ class PassBytes:
 
     def running(self, choice: Sequence[ActivationPlan]) -> int:
         """Return the most bytes at one time of its forward and backward, with the `choice` of each block."""
+        if any(block.is_repeated for block in self.blocks):
+            return self._running_in_any_order(choice)
         held = most = self.outside
         last = max((at for at, plan in enumerate(choice) if plan.rests), default=-1)
         ahead = 0  # of the last block before that rests: fetched with the next that does, and there until its backward
@@ -145,6 +172,13 @@ class PassBytes:
             most = max(most, held, before + block.kept + fetched)
             ahead = block.fetched(plan) if plan.rests else ahead
         return most
+
+    def _running_in_any_order(self, choice: Sequence[ActivationPlan]) -> int:
+        """Return the same where blocks are called several times: the calls of all others may rest beside one of each."""
+        pairs = list(zip(self.blocks, choice, strict=True))
+        held = self.resting(choice)
+        ahead = max((block.of_call(block.fetched(plan)) + self.largest for block, plan in pairs if plan.rests), default=0)
+        return held + ahead + max(block.of_call(block.kept) - block.of_call(block.resting(plan)) for block, plan in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +345,13 @@ class _MeasuredRoot:
         self._rested: list[tuple[StorageWeakRef, int]] = []
         self._sizes: Counter[int] = Counter()
         self._staying: Counter[int] = Counter()
+        self._of_calls: Counter[tuple[int, int]] = Counter()
+        """The bytes that each call of each block saved."""
         self._largest = self._held = 0
         self._concluded = False
-        self._samples: dict[tuple[object, RecomputeMode, bool], list[_Sample]] = {}
-        self._inputs: dict[int, int] = {}
-        """Bytes of the input of each block that ran, in the last pass in which it did."""
+        self._samples: dict[tuple[object, RecomputeMode, _Counted], list[_Sample]] = {}
+        self._calls: dict[int, Calls] = {}
+        """The calls of each block that ran, in the last pass in which it did."""
         self._outside = self._probes = 0
         self._probe(range(len(self._blocks)))
 
@@ -323,8 +359,9 @@ class _MeasuredRoot:
         """Forget what a pass that did not end has saved."""
         self._concluded = False
         self._sizes, self._staying, self._held, self._rested = Counter(), Counter(), 0, []
+        self._of_calls.clear()
         self._seen.clear()
-        forget_inputs(self._blocks)
+        begin_pass(self._blocks)
 
     def _probe(self, order: Iterable[int]) -> None:
         """Let the first block of each kind in `order` keep its activations, and the second recompute selectively."""
@@ -359,6 +396,8 @@ class _MeasuredRoot:
             place, size = self._places.get(module, -1), storage.nbytes()
             self._sizes[place] += size
             self._staying[place] += 0 if moves else size
+            if self.bytes is None and place >= 0:
+                self._of_calls[place, calls_in_pass(self._blocks[place]).count] += size
             if moves and self.rests(module):
                 self._rested.append((reference, size))
             self._largest = max(self._largest, size)
@@ -381,7 +420,8 @@ class _MeasuredRoot:
             self.bytes = self._measured()
             self.set([ActivationPlan(RecomputeMode.FULL, self._rests)] * len(self._blocks))  # until all roots are measured
             return True
-        found, = self._most_of_pass([0 if failed else sum(seen.values()) + held])
+        products = sum(calls_in_pass(module).kept for module in self._blocks)  # no hook sees them
+        found, = self._most_of_pass([0 if failed else sum(seen.values()) + held + products])
         if found > (planned := self._planned(self.bytes)):
             self.bytes = _grown(self.bytes, found / max(planned, 1))
             return True
@@ -392,42 +432,47 @@ class _MeasuredRoot:
         self._probes += 1
         ran: list[int] = []
         for index, (module, kind, plan) in enumerate(zip(self._blocks, self._kinds, self._choice, strict=True)):
-            mode, inputs = plan.recompute, input_bytes(module)
-            if not inputs and not self._sizes[index]:
+            mode, calls = plan.recompute, calls_in_pass(module)
+            if not calls.inputs and not self._sizes[index]:
                 continue
             ran.append(index)
-            self._inputs[index] = inputs
+            self._calls[index] = calls
             if mode is RecomputeMode.SELECTIVE:
-                self._samples.setdefault((kind, mode, False), []).append(
-                    _Sample(bytes=self._sizes[index] + kept_bytes(module), inputs=inputs))
+                self._samples.setdefault((kind, mode, _Counted.ALL), []).append(
+                    _Sample(bytes=self._sizes[index] + calls.kept, inputs=calls.inputs))
                 mode = RecomputeMode.FULL  # where the hooks see it, it saves its inputs
-            for stays, sizes in ((False, self._sizes), (True, self._staying)):
-                self._samples.setdefault((kind, mode, stays), []).append(_Sample(bytes=sizes[index], inputs=inputs))
+            one_call = max((size for (place, _), size in self._of_calls.items() if place == index), default=0)
+            for counted, size, inputs in ((_Counted.ALL, self._sizes[index], calls.inputs),
+                                          (_Counted.STAYING, self._staying[index], calls.inputs),
+                                          (_Counted.ONE_CALL, one_call, calls.largest)):
+                self._samples.setdefault((kind, mode, counted), []).append(_Sample(bytes=size, inputs=inputs))
         self._outside = max(self._outside, self._sizes[-1] + self._held)
         self._probe([*ran, *(index for index in range(len(self._blocks)) if index not in ran)])
         counts = Counter(self._kinds)
-        return any((kind, mode, False) not in self._samples for kind in counts for mode in _PROBED[:counts[kind]])
+        return any((kind, mode, _Counted.ALL) not in self._samples for kind in counts for mode in _PROBED[:counts[kind]])
 
     def _measured(self) -> PassBytes:
         """Return the bytes of each block in each mode, the most over the ranks; 0 for a kind that never ran."""
-        most = {kind: max((self._inputs.get(index, 0) for index, each in enumerate(self._kinds) if each == kind))
-                for kind in self._kinds}
-        inputs = [self._inputs.get(index, most[kind]) for index, kind in enumerate(self._kinds)]
-        numbers = [min(each.scaled(size) for each in self._samples.get((kind, mode, stays), self._samples.get(
-                       (kind, RecomputeMode.NONE, stays), [_Sample(bytes=0, inputs=0)])))
-                   for size, kind in zip(inputs, self._kinds, strict=True) for mode, stays in _MEASURED.values()]
+        most = {kind: Calls(inputs=max(found.inputs for found in ran), largest=max(found.largest for found in ran))
+                for kind in self._kinds if (ran := [self._calls[index] for index, each in enumerate(self._kinds)
+                                                    if each == kind and index in self._calls])}
+        calls = [self._calls.get(index) or most.get(kind, Calls()) for index, kind in enumerate(self._kinds)]
+        numbers = [min(each.scaled(found.largest if counted is _Counted.ONE_CALL else found.inputs)
+                       for each in self._samples.get((kind, mode, counted), self._samples.get(
+                           (kind, RecomputeMode.NONE, counted), [_Sample(bytes=0, inputs=0)])))
+                   for found, kind in zip(calls, self._kinds, strict=True) for mode, counted in _MEASURED.values()]
         place = [*_MEASURED].index("inputs")  # of a block that recomputes they are there, whoever else saved them
-        for index, size in enumerate(inputs):
+        for index, found in enumerate(calls):
             at = index * len(_MEASURED) + place
-            numbers[at] = max(numbers[at], size)
+            numbers[at] = max(numbers[at], found.inputs)
         *numbers, outside, largest = self._most_of([*numbers, self._outside, self._largest])
         return PassBytes(outside=outside, largest=largest, blocks=tuple(
             BlockBytes(**dict(zip(_MEASURED, numbers[at:at + len(_MEASURED)], strict=True)))
             for at in range(0, len(numbers), len(_MEASURED))))
 
     def _planned(self, measured: PassBytes) -> int:
-        """Return the bytes that a pass saves where the hooks see it: of selective blocks, the inputs."""
-        return measured.outside + sum(block.kept if plan.recompute is RecomputeMode.NONE else block.inputs
+        """Return the bytes that a pass saves, rest where they may."""
+        return measured.outside + sum(block.resting(ActivationPlan(plan.recompute))
                                       for block, plan in zip(measured.blocks, self._choice, strict=True))
 
 

@@ -11,7 +11,8 @@
 
 The inputs rest by the mechanism of `"activation_checkpointing": {"rest": ...}` (`saved.py`), with an engine or without.
 Only floating-point tensors rest, not parameters and not what a script has marked `tensor.no_checkpointing = True`. Recompute
-draws the random numbers of the forward, those of the tracker's named states too.
+draws the random numbers of the forward, those of the tracker's named states too. That of a module, or of its method, updates
+copies of its buffers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from shoal.activation.random_states import (
     ReenteredContext,
     seed_device,
 )
+from shoal.activation.recompute import buffers_apart
 from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices, version_witness
 from shoal.activation.settings import FunctionSettings
 from shoal.config.load import Source, read
@@ -195,6 +198,16 @@ class _Call:
             args[place] = tensor
         return self._function(*args, **self._kwargs)
 
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of the call and of its recomputes, which draw the same numbers and update no buffer."""
+        return nullcontext(), ReenteredContext(partial(self._recompute, AllStates.of(_process.tracker)))
+
+    @contextmanager
+    def _recompute(self, states: AllStates) -> Generator[None]:
+        module = _module_of(self._function)
+        with states.replayed(_process.tracker), nullcontext() if module is None else buffers_apart(module):
+            yield
+
 
 # CheckpointingOptions
 
@@ -306,7 +319,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call, resting = _Call(function, args, kwargs), _process.resting
     with _rested(resting, call):
         result = torch_checkpoint(call.run, *filter(may_rest, args), use_reentrant=False, preserve_rng_state=False,
-                                  context_fn=_contexts)
+                                  context_fn=call.contexts)
     synchronize(boundary)
     return result
 
@@ -322,9 +335,11 @@ def may_rest(value: Any) -> bool:
         and not isinstance(value, nn.Parameter)
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    states = AllStates.of(_process.tracker)
-    return nullcontext(), ReenteredContext(lambda: states.replayed(_process.tracker))
+def _module_of(function: Any) -> nn.Module | None:
+    """Return the module that `function` is, or of which it is a method, also with arguments bound to it."""
+    function = function.func if isinstance(function, partial) else function
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from inspect import signature
@@ -35,7 +36,7 @@ from shoal.log import warn_once
 from shoal.module_hooks import is_compiled
 from shoal.tree import tensors_within
 
-__all__ = ["RecomputeMode", "end_interrupted", "forget_inputs", "input_bytes", "is_kept", "kept_bytes",
+__all__ = ["Calls", "RecomputeMode", "begin_pass", "buffers_apart", "calls_in_pass", "end_interrupted", "is_kept",
            "recompute_blocks"]
 
 
@@ -62,6 +63,11 @@ _KEPT = frozenset([
 ])
 
 
+_UNSAFE_VIEWS = frozenset([torch.ops.aten._unsafe_view.default, torch.ops.aten.unsafe_split.Tensor,
+                           torch.ops.aten.unsafe_split_with_sizes.default])
+"""Operators whose outputs share the memory of their input, but count the writes to them apart."""
+
+
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments by which a block of Transformers gets a cache of keys and values, which it appends to."""
 
@@ -71,16 +77,33 @@ def _outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", torch.compiler.disable(function))
 
 
+@dataclass(slots=True)
+class Calls:
+    """The calls of a block in one pass, with the bytes of their inputs: of the first tensor among the arguments of each."""
+
+    count: int = 0
+    inputs: int = 0
+    """Of all calls."""
+    largest: int = 0
+    """Of one call."""
+    kept: int = 0
+    """Bytes of outputs that selective recompute keeps."""
+
+    def add(self, inputs: int) -> None:
+        """Count a call."""
+        self.count += 1
+        self.inputs += inputs
+        self.largest = max(self.largest, inputs)
+
+
 class _Block:
     """The hooks of a block, which stay on the module; without recompute they do nothing."""
 
     def __init__(self, module: nn.Module):
         self.recompute = RecomputeMode.NONE
         """The activations that the block computes again, from its next forward on."""
-        self.kept = 0
-        """Bytes of outputs that the last forward kept with selective recompute."""
-        self.input_bytes = 0
-        """Bytes of the first tensor among the arguments of the last forward that autograd recorded."""
+        self.calls = Calls()
+        """The forwards of this pass that autograd recorded."""
         self._names = tuple(signature(module.forward).parameters)
         self._recomputes = False
         self._forwards: list[tuple[Generator[None], _HeldArguments]] = []
@@ -108,7 +131,7 @@ class _Block:
             return self._with_own_cache(args, kwargs)  # those given may serve another recompute
         if not torch.is_grad_enabled():
             return None
-        self.input_bytes = next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0)
+        self.calls.add(next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0))
         if self.recompute is RecomputeMode.NONE:
             return None
         own_args, own_kwargs = self._with_own_cache(args, kwargs)
@@ -143,10 +166,6 @@ class _Block:
             held.note()
             next(forward, None)
 
-    def forget_input(self) -> None:
-        """Forget the input of the last forward."""
-        self.input_bytes = 0
-
     def interrupt(self) -> None:
         """End a forward that an interrupt has ended."""
         if self._forwards:
@@ -174,7 +193,7 @@ class _Block:
             return
         with _Keep(outputs, lambda: self._recomputes):
             yield
-        self.kept = outputs.drop_overwritten()
+        self.calls.kept += outputs.drop_overwritten()
 
     @contextmanager
     def _recompute(self, module: nn.Module, states: AllStates, outputs: _Outputs | None,
@@ -182,7 +201,7 @@ class _Block:
         held.check()
         self._recomputes = True
         try:
-            with states.replayed(TRACKER), _buffers_apart(module), nullcontext() if outputs is None else _Take(outputs):
+            with states.replayed(TRACKER), buffers_apart(module), nullcontext() if outputs is None else _Take(outputs):
                 yield
         finally:
             self._recomputes = False
@@ -230,9 +249,9 @@ def _own_cache(name: str, value: Any) -> Any:
 
 
 @contextmanager
-def _buffers_apart(module: nn.Module) -> Generator[None]:
-    """Within the context the module updates copies of its buffers: the forward has updated the buffers themselves."""
-    buffers = [(each, name, buffer) for each in module.modules()
+def buffers_apart(*modules: nn.Module) -> Generator[None]:
+    """Within the context the modules update copies of their buffers: the forward has updated the buffers themselves."""
+    buffers = [(each, name, buffer) for module in modules for each in module.modules()
                for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)]
     for each, name, buffer in buffers:
         setattr(each, name, buffer.detach().clone())
@@ -251,17 +270,27 @@ class _Outputs:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, list[tuple[Tensor, int]]]] = {}
+        self._call_of: dict[int, int] = {}
+        """The calls by the storages of their outputs, while the forward runs."""
 
     def keep(self, call: int, output: Any) -> None:
         """Keep what a call returned."""
         output = tree_map(_detach_helper, output)  # shares memory and version
         self._kept[call] = output, [(each, each._version) for each in tensors_within(output)]
+        self._call_of.update((_storage(each), call) for each in tensors_within(output))
+
+    def watch(self, source: Tensor, views: Any) -> None:
+        """Note writes to `views` as those to what a call returned, if they share its memory: `source` does."""
+        call = self._call_of.get(_storage(source))
+        if call is not None:
+            self._kept[call][1].extend((each, each._version) for each in tensors_within(tree_map(_detach_helper, views)))
 
     def drop_overwritten(self) -> int:
         """Forget the outputs that were written to in place; return the bytes of the others."""
+        self._call_of.clear()
         for call in [call for call in self._kept if self._is_overwritten(call)]:
             del self._kept[call]
-        return sum(each.numel() * each.element_size() for _, versions in self._kept.values() for each, _ in versions)
+        return sum(each.nbytes for output, _ in self._kept.values() for each in tensors_within(output))
 
     def take(self, call: int) -> Any:
         """Return the output of a call; None where it is to be computed again."""
@@ -271,6 +300,10 @@ class _Outputs:
 
     def _is_overwritten(self, call: int) -> bool:
         return any(each._version != version for each, version in self._kept[call][1])
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
 
 
 def is_kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -308,6 +341,8 @@ class _Keep(_SelectiveMode):
         output = func(*args, **(kwargs or {}))
         if is_kept(func, args, kwargs or {}) and not self._recomputes():
             self._outputs.keep(next(self._calls), output)
+        elif func in _UNSAFE_VIEWS:
+            self._outputs.watch(args[0], output)
         return output
 
 
@@ -342,18 +377,13 @@ def recompute_blocks(modules: Iterable[nn.Module], recompute: RecomputeMode) -> 
         _blocks[module].recompute = recompute
 
 
-def kept_bytes(module: nn.Module) -> int:
-    """Return the bytes of outputs that the last forward of a block with selective recompute kept."""
-    return _blocks[module].kept if module in _blocks else 0
+def calls_in_pass(module: nn.Module) -> Calls:
+    """Return the calls of a block since `begin_pass`."""
+    return _blocks[module].calls if module in _blocks else Calls()
 
 
-def input_bytes(module: nn.Module) -> int:
-    """Return the bytes of the first tensor among the arguments of a block's last forward; 0 where it did not run."""
-    return _blocks[module].input_bytes if module in _blocks else 0
-
-
-def forget_inputs(modules: Iterable[nn.Module]) -> None:
-    """Forget the inputs of the blocks among `modules`: a pass begins."""
+def begin_pass(modules: Iterable[nn.Module]) -> None:
+    """Forget the calls of the blocks among `modules`: a pass begins."""
     for module in modules:
         if module in _blocks:
-            _blocks[module].forget_input()
+            _blocks[module].calls = Calls()

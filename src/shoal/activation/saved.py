@@ -1,6 +1,7 @@
 """Saved tensors rest in a store until backward: one copy of each storage, fetched one module ahead.
 
-    pack      autograd saves a tensor: its storage is copied into a span of the store, unless an earlier save did so
+    pack      autograd saves a tensor: its storage is copied into a span of the store, unless an earlier save did so; of a
+              storage whose parts count versions apart, the part alone (`_Source`)
     fetch     the first tensor of a module that backward unpacks starts the fetch of the module's storages, and of those of
               the module before it
     restore   the view is made again over the fetched copy, with the strides that it had
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -177,14 +178,64 @@ class Slices:
         return self._last
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """The contents of one copy, at one version: a storage, or the elements of a tensor that is a part of one.
+
+    Views share the counter of versions of their base. Tensors from `unsafe_chunk` and `unsafe_split`, as `nn.GRU` and
+    `nn.LSTMCell` have them, share a storage alone: the version of one says nothing of writes to the others.
+    """
+
+    storage: StorageWeakRef
+    """Keeps the identity of the storage from being used again while the copy can be found by it."""
+    version: int
+    bytes: int
+    size: torch.Size | None = None
+    """None: the whole storage."""
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.uint8
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Source:
+        base, storage = tensor if tensor._base is None else tensor._base, tensor.untyped_storage()
+        size = torch.Size(length if step else 1 for length, step in zip(base.shape, base.stride(), strict=True))
+        offset = int(base.storage_offset())
+        stop = offset + 1 + sum((length - 1) * step for length, step in zip(size, base.stride(), strict=True))
+        whole = cls(storage=StorageWeakRef(storage), version=tensor._version, bytes=storage.nbytes())
+        if base.numel() == 0 or (offset == 0 and stop * base.element_size() >= storage.nbytes()):
+            return whole
+        return replace(whole, bytes=size.numel() * base.element_size(), size=size, stride=base.stride(), offset=offset,
+                       dtype=base.dtype)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the bytes, side by side; `tensor` has the storage."""
+        storage: Any = tensor.untyped_storage()
+        found = torch.empty(0, dtype=self.dtype, device=tensor.device)
+        if self.size is None:
+            return found.set_(storage)
+        return found.set_(storage, self.offset, self.size, self.stride).reshape(-1).view(torch.uint8)
+
+    def spread(self, found: Tensor) -> Tensor:
+        """Return the bytes with the strides that they had in the storage, from the first of the part on."""
+        if self.size is None:
+            return found
+        spread = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=found.device)
+        spread.copy_(found.view(self.dtype).view(self.size))
+        storage: Any = spread.untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=found.device).set_(storage)
+
+    def offset_of(self, tensor: Tensor) -> int:
+        """Return where a view begins in what `spread` returns."""
+        return int(tensor.storage_offset()) - self.offset * self.dtype.itemsize // tensor.element_size()
+
+
 class _RestingStorage:
     """The copy of a storage, from its save until the last node that saved a view of it has run or is freed."""
 
-    def __init__(self, spans: _Spans, span: PlacedSpan, source: Tensor, own: Tensor, slices: Slices | None):
-        """Copy `own` to `span`, which is taken from `spans` and given back: `source`, or this rank's slice of it."""
-        self.original = StorageWeakRef(source.untyped_storage())
-        """Keeps the identity of the storage from being used again while this copy can be found by it."""
-        self._bytes = source.numel()
+    def __init__(self, spans: _Spans, span: PlacedSpan, source: _Source, own: Tensor, slices: Slices | None):
+        """Copy `own` to `span`, which is taken from `spans` and given back: what `source` reads, or this rank's slice."""
+        self.source = source
         self.bytes = own.numel()
         """Bytes that rest."""
         self._slices = slices
@@ -219,17 +270,17 @@ class _RestingStorage:
         if self._restored is None:
             arriving, self._arriving = self._arriving or DONE, None
             arriving.wait()
-            self._restored = self._gathered()
+            self._restored = self.source.spread(self._gathered())
             self._span.commit(changed=False)
         group.fetch_ahead()  # of slices now: one all-gather is in flight at a time
         return self._restored
 
     def _gathered(self) -> Tensor:
-        """Return the bytes of the storage in memory of their own, those of other ranks too."""
+        """Return what the source read, in memory of its own, the slices of other ranks too."""
         if self._slices is None:
             return self._resting.clone()
         gathering, self._gathering = self._gathering or self._slices.gather(self._resting), None
-        return gathering.wait()[:self._bytes]
+        return gathering.wait()[:self.source.bytes]
 
     def __del__(self) -> None:
         if self._gathering is not None:
@@ -275,7 +326,7 @@ class SavedActivations:
         self.budget = budget
         self._smallest = smallest
         self._spans = _Spans(store, device)
-        self._found: WeakValueDictionary[tuple[int, int], _RestingStorage] = WeakValueDictionary()
+        self._found: WeakValueDictionary[_Source, _RestingStorage] = WeakValueDictionary()
         self._group: _ModuleGroup | None = None
 
     def begin(self) -> None:
@@ -312,23 +363,22 @@ class SavedActivations:
             slices = None  # of what a block keeps, ranks have other tensors
         if not moves or not (self._moves_all or slices is not None):
             return None
-        storage = tensor.untyped_storage()
-        key = (StorageWeakRef(storage).cdata, tensor._version)
-        resting = self._found.get(key)
+        source = _Source.of(tensor)
+        resting = self._found.get(source)
         if resting is None and slices is None and self.budget is not None and not self.budget.rests(module):
             return None
         if self._group is None or self._group.module is not module:
             self._group = _ModuleGroup(module, self._group)
         if resting is None:
             with torch.no_grad():
-                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # pyright: ignore[reportArgumentType]
-                own = source if slices is None else slices.own(source, module)
+                found = source.read(tensor)
+                own = found if slices is None else slices.own(found, module)
                 span = self._spans.take(own.numel())  # a full disk raises here
-                resting = self._found[key] = _RestingStorage(self._spans, span, source, own, slices)
+                resting = self._found[source] = _RestingStorage(self._spans, span, source, own, slices)
                 self._group.add(resting)
             self.rested_bytes += resting.bytes
         return RestingView(storage=resting, group=self._group, dtype=tensor.dtype, size=tensor.size(),
-                           stride=tensor.stride(), offset=int(tensor.storage_offset()))
+                           stride=tensor.stride(), offset=source.offset_of(tensor))
 
     def _moves(self, tensor: Tensor) -> bool:
         kind: Any = type(tensor)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from inspect import signature
+from inspect import signature, unwrap
+from types import FunctionType
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
@@ -56,6 +57,9 @@ def use_tiled_loss(model: nn.Module, *, loss: TiledLoss | None = None, kernels: 
     if language.loss_function is not ForCausalLMLoss:
         raise NotServed(f"use_tiled_loss: the loss of {type(model).__name__} is {language.loss_function!r}, and only that "
                         f"of causal language models on whole sequences is computed in tiles; leave this model as it is")
+    if not _calls_loss_function(type(model)):
+        raise NotServed(f"use_tiled_loss: {type(model).__name__} computes another loss in its forward than its "
+                        f"loss_function; leave this model as it is")
     tiled = tiled_head(head, loss=loss, kernels=kernels)
     deferral = _Deferral(tiled, loss or TiledLoss(), type(model).__name__)
     language.set_output_embeddings(tiled)
@@ -64,6 +68,15 @@ def use_tiled_loss(model: nn.Module, *, loss: TiledLoss | None = None, kernels: 
     tiled.register_forward_hook(deferral.after_head, prepend=True)  # what another hook makes of it is not the same tensor
     model.register_forward_pre_hook(deferral.before_model, with_kwargs=True)
     model.register_forward_hook(deferral.after_model, always_call=True)
+
+
+def _calls_loss_function(model: type[nn.Module]) -> bool:
+    """Whether a forward of the class, or of one that it extends, names `loss_function`: in others the logits are used.
+
+    Asked before the first forward: there another loss would fail on what stands for the logits, with words about its sizes.
+    """
+    forwards = (unwrap(each.__dict__["forward"]) for each in model.__mro__ if "forward" in each.__dict__)
+    return any("loss_function" in each.__code__.co_names for each in forwards if isinstance(each, FunctionType))
 
 
 class _Deferral:
@@ -75,9 +88,14 @@ class _Deferral:
         self._handed_on: Tensor | None = None
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin to defer if the forward trains on labels."""
+        """Begin to defer if the forward trains on labels. Raises UsageError where another head took the place of ours."""
         given = signature(model.forward).bind_partial(*args, **kwargs).arguments
         self._deferring, self._taken = model.training and given.get("labels") is not None, False
+        head = cast(_LanguageModel, model).get_output_embeddings()
+        if self._deferring and head is not self._head:
+            raise UsageError(f"use_tiled_loss: the output head of {self._model} was replaced by a {type(head).__name__} "
+                             f"afterwards, which gives logits; leave the head out of what replaces it (of PEFT's "
+                             f"target_modules), or the model as it is")
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Let the head return its input, unless it is called for the loss."""

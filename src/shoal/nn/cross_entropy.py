@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.autograd import in_function_transform
 from shoal.errors import UsageError
 from shoal.nn.passes import fused_passes
 from shoal.transport.reduction import wide_dtype
@@ -47,7 +46,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     targets = check_targets("cross_entropy", targets, logits.shape[-1], ignore_index, logits.device)
     counted = targets != ignore_index
     form = TokenLoss(smoothing=label_smoothing, z_loss=z_loss)
-    if fused_passes(logits, tiled=True) is None or in_function_transform():
+    if fused_passes(logits, tiled=True) is None:
         losses = form.by_torch(logits, targets, counted)
     else:
         losses = cast(Tensor, _CrossEntropyPass.apply(logits, coded_targets(targets, counted, logits.shape[-1]), form))

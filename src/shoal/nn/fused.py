@@ -5,8 +5,8 @@
     rotary(x)          pairs (i, i + dim / 2) turned by their angle         saves the angles
 
 fp32 in host memory is computed natively (layers.cpp); on an accelerator Triton computes where it serves, and torch all
-else, within torch.compile and torch.func too. Zhang and Sennrich 2019 (arXiv 1910.07467); Shazeer 2020 (arXiv 2002.05202);
-Su et al. 2021 (arXiv 2104.09864), in the pairing of Hugging Face's Llama.
+else, also where others follow its operators (`needs_operators`). Zhang and Sennrich 2019 (arXiv 1910.07467); Shazeer 2020
+(arXiv 2002.05202); Su et al. 2021 (arXiv 2104.09864), in the pairing of Hugging Face's Llama.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.autograd import differentiable_gradients, in_function_transform
+from shoal.autograd import differentiable_gradients, needs_operators
 from shoal.errors import UsageError
 from shoal.native import layers as native
 from shoal.nn.gpu_passes import triton_passes
@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
         raise UsageError(f"rms_norm: got x {tuple(x.shape)} and a gain {tuple(gain.shape)}; x is (..., columns), and the "
                          f"gain is {tuple(x.shape[-1:]) or '(columns,)'}")
     _check_floating("rms_norm", x, gain)
-    if _is_transformed():
+    if needs_operators(x, gain):
         return _plain_rms_norm(x, gain, eps=eps)
     return cast(Tensor, _RmsNorm.apply(x, gain, eps))
 
@@ -48,7 +48,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if gate.shape != up.shape:
         raise UsageError(f"swiglu: got a gate {tuple(gate.shape)} and {tuple(up.shape)}; both have one shape")
     _check_floating("swiglu", gate, up)
-    if _is_transformed():
+    if needs_operators(gate, up):
         return _plain_swiglu(gate, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     return cast(Tensor, _SwiGlu.apply(gate.to(dtype), up.to(dtype)))
@@ -63,14 +63,9 @@ def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     if cosines.shape != wanted or sines.shape != wanted or x.shape[-1] % 2:
         raise UsageError(f"rotary: got x {tuple(x.shape)}, cosines {tuple(cosines.shape)} and sines {tuple(sines.shape)}; "
                          f"they are (..., length, dim), and (length, dim / 2)")
-    if _is_transformed():
+    if needs_operators(x, cosines, sines):
         return _plain_turn(x, cosines, sines)
     return cast(Tensor, _Rotary.apply(x, cosines, sines))
-
-
-def _is_transformed() -> bool:
-    """Whether torch.compile or torch.func follows the operations, which are torch's then."""
-    return torch.compiler.is_compiling() or in_function_transform()
 
 
 def _check_floating(name: str, *tensors: Tensor) -> None:
@@ -181,4 +176,5 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _native(*tensors: Tensor) -> bool:
-    return native.available() and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors)
+    return (native.available() and not needs_operators(*tensors)
+            and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.attention.dropout import drop_rows, threshold
-from shoal.autograd import isolated
+from shoal.autograd import isolated, needs_operators
 from shoal.device import has_triton
 from shoal.log import warn_once
 from shoal.native.layers import DropMask
@@ -31,7 +31,7 @@ def triton_passes(*tensors: Tensor, tiled: bool = False) -> Any:
     A `tiled` pass takes rows of any width.
     """
     first = tensors[0]
-    if not has_triton(first.device) or torch.compiler.is_compiling() or find_spec("triton") is None:
+    if not has_triton(first.device) or needs_operators(*tensors) or find_spec("triton") is None:
         return None
     if any(each.device != first.device or each.dtype not in _FLOATS for each in tensors) or not first.numel():
         return None

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.attention import Blocks, attend
+from shoal.autograd import needs_operators
 from shoal.errors import UsageError
 from shoal.nn.linear import linear
 from shoal.nn.passes import (
@@ -147,7 +148,8 @@ def _attention(x: Tensor, mask: Tensor | None, weights: LayerWeights, form: Laye
     projected = [linear(x, each.weight, each.bias, products) for each in weights.qkv]
     parts = projected[0].chunk(3, -1) if len(projected) == 1 else projected
     query, key, value = (part.unflatten(-1, (form.heads, part.shape[-1] // form.heads)).transpose(1, 2) for part in parts)
-    if x.device.type == "cpu" and x.dtype != torch.float64:
+    followed = needs_operators(x) and (torch.compiler.is_exporting() or not torch.compiler.is_compiling())
+    if x.device.type == "cpu" and x.dtype != torch.float64 and not followed:
         context = _on_host(query, key, value, mask, form, seed)
     else:  # on accelerators fused kernels, which save no probabilities; their dropout is by a counter too
         context = F.scaled_dot_product_attention(

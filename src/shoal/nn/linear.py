@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.autograd import in_function_transform
+from shoal.autograd import needs_operators
 from shoal.log import warn_once
 from shoal.nn.probe import Choice, check_choice, choose
 from shoal.pipeline.split_backward import current_queue
@@ -29,12 +29,10 @@ from shoal.tensor_parallel.layers import SlicedLinear, torch_products
 
 __all__ = ["linear", "linear_kernels_in", "set_linear_kernels"]
 
-_PLAIN = (Tensor, nn.Parameter)
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
     """Return x W^T + b as `F.linear` does, by `products` forward and backward."""
-    if (torch.compiler.is_compiling() or not _is_plain(x, weight) or in_function_transform()
+    if (needs_operators(x, weight)
             or torch.is_autocast_enabled("cpu") or current_queue() is not None or x.shape[-1:] != weight.shape[-1:]):
         return F.linear(x, weight, bias)
     return cast(Tensor, _Linear.apply(x, weight, bias, products))
@@ -122,7 +120,3 @@ def _linears(model: nn.Module) -> Iterator[nn.Module]:
         plain = own is None or function is nn.Linear.forward  # an attribute of a module that was unpickled
         if (type(module) is nn.Linear and plain) or function in _FORWARDS.values():
             yield module
-
-
-def _is_plain(*tensors: Tensor) -> bool:
-    return all(type(tensor) in _PLAIN for tensor in tensors)

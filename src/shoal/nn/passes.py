@@ -26,7 +26,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.attention.dropout import drop_rows, threshold
-from shoal.autograd import check_first_derivative, differentiable_gradients
+from shoal.autograd import (
+    check_first_derivative,
+    differentiable_gradients,
+    in_function_transform,
+    in_trace,
+    needs_operators,
+)
 from shoal.errors import UsageError
 from shoal.native import layers as native
 from shoal.native.layers import NO_DROPOUT, DropMask
@@ -51,6 +57,8 @@ def dropout_add(x: Tensor, residual: Tensor, *, dropout: float, seed: int) -> Te
         return residual + x
     if x.shape != residual.shape:
         x, residual = torch.broadcast_tensors(x, residual)
+    if in_function_transform() or in_trace():
+        return drop_rows(_rows(x), _rows(residual), dropout, seed).view(x.shape)
     return cast(Tensor, _DropoutAdd.apply(x, residual, dropout, seed))
 
 
@@ -62,7 +70,7 @@ def drop(x: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tenso
     rows, dropped = _rows(x), _dropout(dropout, seed)
     base = None if residual is None else residual.reshape(rows.shape)
     dtype = x.dtype if residual is None else torch.result_type(x, residual)
-    if x.device.type == "cpu" and dtype != torch.float64 and native.available():
+    if x.device.type == "cpu" and dtype != torch.float64 and native.available() and not needs_operators(x):
         wide = None if base is None else base.float().contiguous()
         output = native.dropout_add(rows.float(), wide, dropped).to(dtype)
     elif dtype == x.dtype and (passes := triton_passes(rows, *(() if base is None else (base,)))) is not None:
@@ -74,7 +82,7 @@ def drop(x: Tensor, residual: Tensor | None, dropout: float, seed: int) -> Tenso
 
 def layer_norm(h: Tensor, gain: Tensor, shift: Tensor, eps: float, *, invertible: bool) -> Tensor:
     """Return the layer norm over the last dim of `h`, as `F.layer_norm`."""
-    if not invertible:
+    if not invertible or in_function_transform() or in_trace():
         return F.layer_norm(h, gain.shape, gain, shift, eps)
     return cast(Tensor, _InvertibleNorm.apply(h, gain, shift, eps))
 
@@ -123,7 +131,7 @@ def fused_passes(*tensors: Tensor, tiled: bool = False) -> Any:
 
     A `tiled` pass takes rows of any width.
     """
-    if torch.compiler.is_compiling():
+    if needs_operators(*tensors):
         return None
     if all(each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors):
         return native if native.available() else None
@@ -135,6 +143,11 @@ def _norm_passes(x: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, bias:
     _check_columns("dropout_add_norm", x, gain=gain, shift=shift, bias=bias)
     if not 0 <= dropout < 1:
         raise UsageError(f"dropout_add_norm: dropout: got {dropout}; give a probability from 0 to below 1")
+    dtype = torch.result_type(x, residual)
+    allowed = (dtype, torch.float32) if dtype.itemsize == 2 else (dtype,)
+    if (gain.dtype != shift.dtype or gain.dtype not in allowed) and not torch.is_autocast_enabled(x.device.type):
+        raise UsageError(f"dropout_add_norm: got a gain of {gain.dtype} and a shift of {shift.dtype} for a sum of {dtype}; "
+                         f"give both in {' or both in '.join(map(str, allowed))}")
     if x.shape != residual.shape or x.dtype != residual.dtype:
         return None
     return fused_passes(x, residual, gain, shift, *(() if bias is None else (bias,)))
@@ -153,6 +166,8 @@ def gelu_linear(u: Tensor, weight: Tensor, bias: Tensor | None, *, approximate: 
                 inner_bias: Tensor | None = None) -> Tensor:
     """Return gelu(u + inner_bias) W^T + b, and save `u` alone; under autocast all are in its dtype."""
     u, weight, bias = in_autocast_dtype(u, weight, bias)
+    if in_function_transform() or in_trace():
+        return F.linear(_plain_gelu(u, inner_bias, approximate=approximate), weight, bias)
     return cast(Tensor, _GeluLinear.apply(u, weight, bias, approximate, products, inner_bias))
 
 

@@ -179,6 +179,10 @@ class TransformerLayer(nn.Module):
             raise UsageError(f"TransformerLayer {self.number}: got hidden states {tuple(hidden_states.shape)}; they are "
                              f"(batch, length, {self.config.hidden_size})")
         weights = self._weights()
+        dtype = weights.attention_norm.weight.dtype
+        if hidden_states.dtype != dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+            raise UsageError(f"TransformerLayer {self.number}: got hidden states of {hidden_states.dtype}, and the weights "
+                             f"are {dtype}; give both one dtype, or compute within torch.autocast")
         if self.config.normalize_invertible and self.training:
             for norm in (weights.attention_norm, weights.output_norm):
                 check_invertible(f"TransformerLayer {self.number}: {norm.name}", norm.weight)
@@ -201,7 +205,7 @@ class TransformerLayer(nn.Module):
 
     def _weights(self) -> LayerWeights:
         def affine(weight: str, bias: str) -> Affine:
-            return Affine(weight=self.get_parameter(weight), bias=self.get_parameter(bias), name=weight)
+            return Affine(weight=getattr(self, weight), bias=getattr(self, bias), name=weight)  # also of a parametrization
 
         return LayerWeights(qkv=(affine("attn_qkvw", "attn_qkvb"),), attention_output=affine("attn_ow", "attn_ob"),
                             attention_norm=affine("attn_nw", "attn_nb"), inner=affine("inter_w", "inter_b"),

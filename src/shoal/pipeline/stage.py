@@ -7,6 +7,7 @@ recomputation, the activations within a group of layers are dropped after forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.activation.random_states import ReenteredContext
+from shoal.activation.recompute import buffers_apart
 from shoal.errors import UsageError
 from shoal.pipeline.layer import Built
 
@@ -36,16 +39,22 @@ class Recompute:
     kinds: Collection[str] | None = None
     """Class names of the layers that may be recomputed; None: all."""
 
-    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, modules: Sequence[nn.Module], run: Callable[..., Any], *args: Any) -> Any:
+        """Return `run(*args)`, which runs `modules`; the recompute updates copies of their buffers."""
         if self.function is not None:
             return self.function(run, *args)
-        return checkpoint(run, *args, use_reentrant=False)
+        return checkpoint(run, *args, use_reentrant=False,
+                          context_fn=lambda: (nullcontext(), ReenteredContext(partial(buffers_apart, *modules))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     layers: tuple[Built, ...]
     recomputed: bool
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [layer.module for layer in self.layers if layer.module is not None]
 
 
 class PipelineStage(nn.Sequential):
@@ -72,9 +81,9 @@ class PipelineStage(nn.Sequential):
             if not (group.recomputed and torch.is_grad_enabled()):
                 value = self._run(group.layers, value)
             elif type(value) is tuple:  # re-entrant checkpoints find only tensors that are arguments
-                value = self._recompute(partial(self._run_parts, group.layers), *value)
+                value = self._recompute(group.modules, partial(self._run_parts, group.layers), *value)
             else:
-                value = self._recompute(partial(self._run, group.layers), value)
+                value = self._recompute(group.modules, partial(self._run, group.layers), value)
         return value
 
     def _run_parts(self, layers: Sequence[Built], *values: Any) -> Any:

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from shoal.device import HOST, can_pin
+from shoal.errors import TierError
 from shoal.log import warn_once
 from shoal.tier.disk_span import CHUNK, DiskSpan
 from shoal.tier.folder_check import check_folder, slow_reason
@@ -64,13 +65,20 @@ class Memory:
 
     device: torch.device
     pinned: torch.device | None = None
+    rank: int | None = None
+    """The rank that errors name, where there is one."""
     granule: None = None
 
     def place(self, size: int, dtype: torch.dtype, name: str, *, part: range | None = None,
               names: Names = no_names) -> PlacedSpan:
-        if self.pinned is not None:
-            return ResidentSpan(pinned_zeros(size, dtype, self.pinned))
-        return ResidentSpan(zeros(size, dtype, self.device))
+        if self.device != HOST:
+            return ResidentSpan(zeros(size, dtype, self.device))
+        try:
+            return ResidentSpan(zeros(size, dtype, HOST) if self.pinned is None else pinned_zeros(size, dtype, self.pinned))
+        except (MemoryError, OSError, RuntimeError) as error:  # of Python, of mmap, and of torch
+            kind = "host memory" if self.pinned is None else "page-locked host memory"
+            raise TierError(f"{'' if self.rank is None else f'rank {self.rank}: '}{name}: needed "
+                            f"{size * dtype.itemsize:,} bytes of {kind}: {error or type(error).__name__}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +112,7 @@ def open_store(offload: OffloadParam | OffloadOptimizer, aio: AioSettings, devic
         case "none":
             return Memory(device=device)
         case "cpu":
-            return Memory(device=HOST, pinned=device if offload.pin_memory and can_pin(device) else None)
+            return Memory(device=HOST, pinned=device if offload.pin_memory and can_pin(device) else None, rank=rank)
         case "nvme":
             assert offload.nvme_path is not None
             granule = max(min(at_once, CHUNK) // ALIGNED, 1) * ALIGNED
