@@ -120,7 +120,7 @@ bench-gpu: .venv/.installed  ## say what a GPU campaign lacks here; with a GPU r
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh
 
-clients: .venv-clients/.installed  ## run Trainer, Accelerate, Lightning, PEFT and TRL scripts in .venv-clients; ONLY=word PEERS=1 TIMES=n
+clients: .venv-clients/.installed $(if $(PEERS),.venv-peers/.clients)  ## run Trainer, Accelerate, Lightning, PEFT and TRL scripts in .venv-clients; ONLY=word PEERS=1 TIMES=n
 	.venv-clients/bin/python -m tests.clients$(if $(ONLY), --only '$(ONLY)')$(if $(PEERS), --peers)$(if $(TIMES), --times $(TIMES))
 
 ray: .venv-ray/.installed  ## train on a Ray of this machine: Ray Train starts the ranks, and starts them again after a failure
@@ -159,6 +159,11 @@ clean:  ## remove what was made, but for the environments
 		datasets pytest --editable .
 	$(BIN)/python tools/deepspeed_wheel.py dist/deepspeed
 	.venv-clients/bin/pip install --quiet --no-deps --force-reinstall dist/deepspeed/deepspeed-*.whl
+	@touch $@
+
+.venv-peers/.clients: .venv/.installed tests/clients/constraints.txt
+	PYTHON=$(BIN)/python sh benchmarks/peers.sh
+	.venv-peers/bin/pip install --quiet --constraint tests/clients/constraints.txt transformers accelerate lightning peft trl datasets
 	@touch $@
 
 .venv-ray/.installed: .venv/.installed
