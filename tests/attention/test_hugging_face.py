@@ -184,12 +184,12 @@ def test_a_float_mask_of_the_caller_over_a_static_cache_finds_the_rows() -> None
     torch.testing.assert_close(last, whole[:, 99:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("whole_numbers", [False, True])
-def test_a_block_of_positions_that_see_each_other_keeps_its_rows(whole_numbers: bool) -> None:
+@pytest.mark.parametrize("boolean", [False, True])
+def test_a_block_of_positions_that_see_each_other_keeps_its_rows(boolean: bool) -> None:
     model = sparse(build("llama", initializer_range=0.3), WINDOW).eval()
     ids, seen = tokens(128), torch.ones(128, 128, dtype=torch.bool).tril()
     seen[80:, 80:] = True  # an image among the tokens
-    mask: Any = seen if whole_numbers else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    mask: Any = seen if boolean else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     mask = mask[None, None].expand(2, 1, -1, -1)
     whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     cache = transformers.DynamicCache(config=model.config)

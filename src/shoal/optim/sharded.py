@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from shoal.device import on_accelerator
 from shoal.errors import UsageError
-from shoal.log import warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.backward_step import BackwardStepper
 from shoal.optim.compressed import CompressedOptimizer
@@ -43,6 +42,7 @@ from shoal.optim.step_pass import (
 )
 from shoal.optim.step_scheduler import StepScheduler
 from shoal.optim.views import STATE_IS_KEPT, OffloadedStateView, Views
+from shoal.optim.weight_writes import WeightWrites
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.store import WRITE_AHEAD
 from shoal.zero.grad_attribute import clear_raw_grads
@@ -51,7 +51,7 @@ from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["ShardedOptimizer", "StepRules", "WeightWrites", "hooks_of"]
+__all__ = ["ShardedOptimizer", "StepRules", "hooks_of"]
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value of torch.nn.utils.clip_grad_norm_."""
@@ -522,27 +522,3 @@ def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:
         raise UsageError(f"step: on no rank did the loss depend on {', '.join(unused[:SHOWN])}{more}, and "
                          f"zero_optimization.ignore_unused_parameters is false: use them in the forward, freeze them by "
                          f"requires_grad_(False), or set it to true. The weights are as before this step")
-
-
-class WeightWrites:
-    """Finds writes of scripts into weights that are copies of their masters, and takes them over before a step.
-
-    It compares autograd's version counters of the weights at each step.
-    """
-
-    def __init__(self, units: Iterable[TrainableUnit]):
-        self._versions = {unit: unit.versions.count() for unit in units
-                          if unit.has_separate_master and not unit.reshards}
-
-    def take_over(self, *, stepped: bool) -> None:
-        """Have the masters follow what was written since the last step; warn if they were `stepped` in backward already."""
-        for unit, before in self._versions.items():
-            if unit.versions.count() == before:
-                continue
-            if stepped:
-                warn_once(f"the weights of unit '{unit.name}' were written into since the last step, and backward has "
-                          f"stepped its masters, which do not know of it: it is lost. Write within "
-                          f"shoal.gathered(model, modifier_rank=0), or set offload_optimizer.step_in_backward to false")
-            else:
-                unit.keep_slots(range(len(unit.members)))
-            self._versions[unit] = unit.versions.count()
