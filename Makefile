@@ -120,8 +120,9 @@ bench-gpu: .venv/.installed  ## say what a GPU campaign lacks here; with a GPU r
 peers: .venv/.installed  ## create .venv-peers, where DeepSpeed lives for make bench
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh
 
-clients: .venv-clients/.installed $(if $(PEERS),.venv-peers/.clients)  ## run Trainer, Accelerate, Lightning, PEFT and TRL scripts in .venv-clients; ONLY=word PEERS=1 TIMES=n
-	.venv-clients/bin/python -m tests.clients$(if $(ONLY), --only '$(ONLY)')$(if $(PEERS), --peers)$(if $(TIMES), --times $(TIMES))
+clients: .venv-clients/.installed $(if $(PEERS),.venv-peers/.clients)  ## run Trainer, Accelerate, Lightning, PEFT and TRL scripts in .venv-clients; ONLY=word PEERS=1 TIMES=n STEPS=n
+	.venv-clients/bin/python -m tests.clients$(if $(ONLY), --only '$(ONLY)')$(if $(PEERS), --peers)$(if $(TIMES), --times $(TIMES)) \
+		$(if $(STEPS),--options '--steps $(STEPS)')
 
 ray: .venv-ray/.installed  ## train on a Ray of this machine: Ray Train starts the ranks, and starts them again after a failure
 	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python examples/cluster/ray_train.py --fail-at 25

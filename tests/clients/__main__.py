@@ -4,6 +4,7 @@
     python -m tests.clients --only trainer       the rows whose client contains that word
     python -m tests.clients --peers              each row also with the published package, of `.venv-peers`
     python -m tests.clients --times 50           each row so often: no run may fail, at its exit either
+    python -m tests.clients --peers --times 5 --options '--steps 24'    the ratios, each the median of 5 pairs in turns
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,8 +102,18 @@ def line(row: Row, found: dict[str, Any], peer: dict[str, Any] | None) -> str:
     if "error" in peer:
         return text + f"   published: {peer['error'][:80]}"
     apart = max(abs(a - b) for a, b in zip(found["losses"], peer["losses"], strict=True))
-    faster = found["seconds"] / peer["seconds"] if peer.get("seconds") else float("nan")
-    return text + f"   losses apart by {apart:.1e}, step {faster:.2f} x, memory {found['peak_mb'] / peer['peak_mb']:.2f} x"
+    step = f" step {found['seconds'] / peer['seconds']:.2f} x," if peer.get("seconds") else ""
+    return text + f"   losses apart by {apart:.1e},{step} memory {found['peak_mb'] / peer['peak_mb']:.2f} x"
+
+
+def summary(row: Row, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """Return the medians of a row that ran several times beside the published package: each pair ran one after the other."""
+    text = f"{row.client:19} {' '.join(row.options):52} median of {len(pairs)} pairs:"
+    timed = [found["seconds"] / peer["seconds"] for found, peer in pairs if found.get("seconds") and peer.get("seconds")]
+    if timed:
+        milliseconds = statistics.median(found["seconds"] for found, _ in pairs) * 1e3
+        text += f" {milliseconds:.1f} ms, step {statistics.median(timed):.2f} x ({min(timed):.2f} to {max(timed):.2f}),"
+    return text + f" memory {statistics.median(found['peak_mb'] / peer['peak_mb'] for found, peer in pairs):.2f} x"
 
 
 def main() -> int:
@@ -117,15 +129,20 @@ def main() -> int:
         if args.only.lower() not in row.name.lower():
             continue
         row = replace(row, options=(*row.options, *options))
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for _ in range(args.times):
             found = run(row, ROOT / ".venv-clients/bin/python", ROOT / "out/clients/ours")
             comparable = args.peers and row.client not in ("ShoalAccelerator", "ShoalStrategy")
             peer = run(row, ROOT / ".venv-peers/bin/python", ROOT / "out/clients/published") if comparable else None
             failed += "error" in found
             print(line(row, found, peer), flush=True)
+            if peer is not None and "error" not in found | peer:
+                pairs.append((found, peer))
             if "log" in found:
                 (ROOT / "out/clients").mkdir(parents=True, exist_ok=True)
                 (ROOT / "out/clients" / f"{row.script}.log").write_text(found["log"])
+        if len(pairs) > 1:
+            print(summary(row, pairs), flush=True)
     print("all clients run" if not failed else f"{failed} rows failed; their output is in out/clients/*.log")
     return 1 if failed else 0
 
