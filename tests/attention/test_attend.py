@@ -255,6 +255,14 @@ def test_blocks_are_cached_by_content() -> None:
     assert Blocks.of(layout.expand(6, -1, -1), 16).heads == 1
 
 
+def test_blocks_keep_their_layout_when_the_caller_writes_to_it() -> None:
+    layout = torch.eye(5, dtype=torch.bool)[None]
+    blocks = Blocks.of(layout, 16)
+    layout.fill_(True)
+    assert torch.equal(blocks.layout[0], torch.eye(5, dtype=torch.bool)) and blocks.visited == 5
+    assert Blocks.of(layout, 16).visited == 25
+
+
 def test_small_blocks_are_computed_by_gather_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     blocks = random_blocks(1, 5, 7)  # a block that no other test has: a warning comes once in a process
     tensors = operands(blocks, 2, 2, 16)
