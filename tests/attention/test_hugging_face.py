@@ -296,6 +296,14 @@ def test_other_models_are_refused_with_what_to_do() -> None:
         model(input_ids=tokens(64))
 
 
+def test_a_transformers_with_other_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sdpa_mask(batch_size: int, cache_position: Tensor, kv_length: int) -> None: ...
+
+    monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", sdpa_mask)
+    with pytest.raises(UsageError, match=r"got transformers .*; install transformers>=5\.4"):
+        register(WINDOW, name="shoal_of_an_old_library")
+
+
 def test_cross_attention_is_refused() -> None:
     torch.manual_seed(0)
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,7 +39,8 @@ from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
 __all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole", "check_continues",
-           "check_model", "check_served", "models_in", "register", "sparse_attention_in", "use_sparse_attention"]
+           "check_model", "check_served", "models_in", "register", "register_attention", "sparse_attention_in",
+           "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 _numbers = count(1)
@@ -62,11 +64,6 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
     `tensor_rank` counts ranks that have other heads, which drop other probabilities.
     Raises ConfigError or NotServed for a wrong section, UsageError where transformers is not installed.
     """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise UsageError(f"{name}: the package transformers is not installed, or too old for it ({error}); install "
-                         f"transformers>=4.57") from None
     structure = Structures(sparsity)
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -86,8 +83,24 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
                                    scale=scaling)
         return output.transpose(1, 2).contiguous(), None
 
+    register_attention(name, attention, _mask)
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Give transformers `attention` and its `mask` under `name`.
+
+    Raises UsageError where transformers is not installed, or older than the lengths that it gives to masks.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
+    except ImportError as error:
+        raise UsageError(f"{name}: the package transformers is not installed, or too old for it ({error}); install "
+                         f"transformers>=5.4") from None
+    if "q_length" not in signature(masking_utils.sdpa_mask).parameters:
+        raise UsageError(f"{name}: got transformers {__version__}, whose masks are made in another way; install "
+                         f"transformers>=5.4")
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, mask)
 
 
 def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend = "auto", tensor_rank: int = 0) -> None:
