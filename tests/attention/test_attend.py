@@ -345,6 +345,13 @@ def test_an_empty_batch_gives_an_empty_output(backend: Any) -> None:
     assert output.shape == (0, 2, 64, 16) and operands[0].grad is not None
 
 
+def test_a_mask_that_asks_for_a_gradient_is_told_that_it_gets_none(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    learned = torch.zeros(64, 64, requires_grad=True)
+    attend(*operands(blocks, 1, 1, 16), blocks, mask=learned)
+    assert "mask requires a gradient, and gets none: give what is learned as bias" in caplog.text
+
+
 def test_autocast_takes_operands_of_two_dtypes() -> None:
     query, value = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
