@@ -99,7 +99,7 @@ class SparseAttentionUtils:
         if given is None:
             raise ConfigError("pad_to_block_size: got neither input_ids nor inputs_embeds; give one of them")
         if block_size < 1:
-            raise ConfigError(f"pad_to_block_size: block_size: got {block_size}; give the block of the structure, such as 16")
+            raise ConfigError(f"pad_to_block_size: block_size: got {block_size}; give the block of the structure: 16")
         batch, length = given.shape[:2]
         missing = -length % block_size
         if not missing:

@@ -174,8 +174,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, blocks
                              "exchange='heads'")
         return
     if not isinstance(blocks, Blocks):
-        raise UsageError(f"attend_sequence: blocks are those of a layout, of class Blocks; got {type(blocks).__name__}: give "
-                         f"Blocks.of(layout, block), or config.blocks(length)")
+        raise UsageError(f"attend_sequence: blocks are those of a layout, of class Blocks; got {type(blocks).__name__}: "
+                         f"give Blocks.of(layout, block), or config.blocks(length)")
     if blocks.heads not in (1, query.shape[1]):
         raise UsageError(f"attend_sequence: the layout is for {blocks.heads} heads, query has {query.shape[1]}; make a "
                          f"layout with 1 or {query.shape[1]} heads")
