@@ -255,6 +255,14 @@ def test_blocks_are_cached_by_content() -> None:
     assert Blocks.of(layout.expand(6, -1, -1), 16).heads == 1
 
 
+def test_blocks_keep_their_layout_when_the_caller_writes_to_it() -> None:
+    layout = torch.eye(5, dtype=torch.bool)[None]
+    blocks = Blocks.of(layout, 16)
+    layout.fill_(True)
+    assert torch.equal(blocks.layout[0], torch.eye(5, dtype=torch.bool)) and blocks.visited == 5
+    assert Blocks.of(layout, 16).visited == 25
+
+
 def test_small_blocks_are_computed_by_gather_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     blocks = random_blocks(1, 5, 7)  # a block that no other test has: a warning comes once in a process
     tensors = operands(blocks, 2, 2, 16)
@@ -335,6 +343,13 @@ def test_an_empty_batch_gives_an_empty_output(backend: Any) -> None:
     output = attend(*operands, Blocks.dense(64, 64, 16), backend=backend)
     output.sum().backward()
     assert output.shape == (0, 2, 64, 16) and operands[0].grad is not None
+
+
+def test_a_mask_that_asks_for_a_gradient_is_told_that_it_gets_none(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    learned = torch.zeros(64, 64, requires_grad=True)
+    attend(*operands(blocks, 1, 1, 16), blocks, mask=learned)
+    assert "mask requires a gradient, and gets none: give what is learned as bias" in caplog.text
 
 
 def test_autocast_takes_operands_of_two_dtypes() -> None:

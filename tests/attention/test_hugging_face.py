@@ -184,6 +184,20 @@ def test_a_float_mask_of_the_caller_over_a_static_cache_finds_the_rows() -> None
     torch.testing.assert_close(last, whole[:, 99:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_padding_after_a_prompt_moves_no_row_of_the_layout(cache: str) -> None:
+    model = sparse(build("llama", initializer_range=0.3), WINDOW).eval()
+    ids, mask = tokens(96), torch.ones(2, 96, dtype=torch.long)
+    mask[:, 70:] = 0  # in all samples: no query sees these keys
+    whole = model(input_ids=ids[:, :70], use_cache=False).logits
+    kept = (transformers.DynamicCache(config=model.config) if cache == "dynamic" else
+            transformers.StaticCache(config=model.config, max_cache_len=128))
+    parts = ((0, 48), (48, 96)) if cache == "dynamic" else ((0, 96),)
+    got = [model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=kept).logits
+           for start, end in parts]
+    torch.testing.assert_close(torch.cat(got, 1)[:, :70], whole, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("boolean", [False, True])
 def test_a_block_of_positions_that_see_each_other_keeps_its_rows(boolean: bool) -> None:
     model = sparse(build("llama", initializer_range=0.3), WINDOW).eval()
@@ -196,6 +210,20 @@ def test_a_block_of_positions_that_see_each_other_keeps_its_rows(boolean: bool) 
     first = model(input_ids=ids[:, :80], attention_mask=mask[:, :, :80, :80], past_key_values=cache).logits
     rest = model(input_ids=ids[:, 80:], attention_mask=mask[:, :, 80:], past_key_values=cache).logits
     torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [48, 53])
+@pytest.mark.parametrize("kind", ["added", "bool", "one for all samples", "of heads"])
+def test_a_mask_that_is_alike_for_all_queries_is_taken(kind: str, length: int) -> None:
+    model, seen = build("bert"), padding(length, left=False).bool()[:, None, None]
+    mask: Any = seen if kind == "bool" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    if kind == "one for all samples":
+        mask = mask[:1]
+    if kind == "of heads":
+        mask = mask + torch.randn(1, 4, 1, length, generator=torch.Generator().manual_seed(2))
+    expected = model(input_ids=tokens(length), attention_mask=mask).logits
+    got = sparse(model, DenseSparsityConfig(4, 16))(input_ids=tokens(length), attention_mask=mask).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6)
 
 
 def test_packed_sequences_do_not_see_each_other() -> None:
@@ -266,6 +294,14 @@ def test_other_models_are_refused_with_what_to_do() -> None:
     model = sparse(build("bert"), FixedSparsityConfig(8, 16, different_layout_per_head=True))
     with pytest.raises(UsageError, match="for 8 heads, the model has 4"):
         model(input_ids=tokens(64))
+
+
+def test_a_transformers_with_other_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sdpa_mask(batch_size: int, cache_position: Tensor, kv_length: int) -> None: ...
+
+    monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", sdpa_mask)
+    with pytest.raises(UsageError, match=r"got transformers .*; install transformers>=5\.4"):
+        register(WINDOW, name="shoal_of_an_old_library")
 
 
 def test_cross_attention_is_refused() -> None:

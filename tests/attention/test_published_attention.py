@@ -158,6 +158,9 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "sparse operand": (lambda: Softmax(random_layout(), BLOCK)(draw(2, 1, BLOCK, BLOCK)), UsageError, "visited blocks"),
     "nothing to pad": (lambda: SparseAttentionUtils.pad_to_block_size(16, None, None, None, None, None, 0, None), ValueError,
                        "neither input_ids nor inputs_embeds"),
+    "padding to no block": (lambda: SparseAttentionUtils.pad_to_block_size(0, torch.ones(1, 9, dtype=torch.long), None, None,
+                                                                           None, None, 0, None), ValueError,
+                            "block_size: got 0"),
     "another model": (lambda: SparseAttentionUtils.extend_position_embedding(nn.Linear(2, 2), 8), ValueError,
                       "only BERT and RoBERTa"),
 }  # fmt: skip

@@ -224,6 +224,24 @@ def infinite_scale(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", scale=float("inf"))
 
 
+def wide_dropout(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", dropout=1.5)
+
+
+def float64(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(dtype=torch.float64)] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks")
+
+
+def fraction_as_seed(rank: int, axis: SequenceAxis) -> None:
+    seed: Any = 1.5
+    attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", dropout=0.1, seed=seed)
+
+
+def a_layout_itself(rank: int, axis: SequenceAxis) -> None:
+    layout: Any = torch.ones(1, 8, 8)
+    attend_sequence(*[zeros()] * 3, axis, layout)
+
+
 def three_dims(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(zeros()[0], zeros(), zeros(), axis)
 
@@ -282,6 +300,10 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "key heads": (key_heads, "the heads of keys divide those of the query"),
     "no dims": (no_dims, "none of them 0; got query (1, 2, 64, 0)"),
     "an infinite scale": (infinite_scale, "scale is a finite number; got inf"),
+    "dropout above 1": (wide_dropout, "dropout is a probability, at least 0 and below 1; got 1.5"),
+    "float64": (float64, "operands are float32, bfloat16 or float16; got torch.float64"),
+    "a fraction as seed": (fraction_as_seed, "seed is a whole number, or None; got 1.5"),
+    "a layout itself": (a_layout_itself, "of class Blocks; got Tensor: give Blocks.of(layout, block)"),
     "three dims": (three_dims, "operands are (batches, heads, positions of this rank, dim)"),
     "dtypes": (dtypes, "one dtype, and one device; got torch.float32 on cpu, torch.float32 on cpu, torch.bfloat16"),
     "the layout of one part": (local_layout, "make the layout for length 128"),
@@ -360,3 +382,19 @@ def test_a_second_derivative_over_ranks_is_refused() -> None:
 
 def test_ranks_without_heads_take_part() -> None:
     assert [bool((gradient == 3).all()) for gradient, in run_ranks(3, no_heads, 3)] == [True] * 3
+
+
+def under_autocast(exchange: Any) -> Tensor:
+    axis = SequenceAxis(dist.group.WORLD)
+    query, key, value = (each[:, :, axis.part(LENGTH)] for each in Case("window").operands()[:3])
+    with torch.autocast("cpu", torch.bfloat16):
+        return attend_sequence(query, key, value.bfloat16(), axis, Case("window").blocks(), exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", ["heads", "blocks"])
+def test_autocast_takes_operands_of_two_dtypes_on_every_rank(exchange: str) -> None:
+    query, key, value = (each.bfloat16() for each in Case("window").operands()[:3])
+    blocks = Case("window").blocks()
+    assert blocks is not None
+    expected = attend(query, key, value, blocks)
+    torch.testing.assert_close(torch.cat(run_ranks(2, under_autocast, exchange), 2), expected, rtol=1e-2, atol=1e-2)

@@ -37,7 +37,8 @@ from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.native import attention as native
 
-__all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "kernels_for", "key_padding_term", "scale_of"]
+__all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "check_options", "kernels_for", "key_padding_term",
+           "of_one_dtype", "scale_of"]
 
 Backend = Literal["auto", "reference", "gather", "native", "flex", "triton"]
 Mode = Literal["add", "mul"]
@@ -68,9 +69,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
-    dtypes = {each.dtype for each in (query, key, value)}
-    if len(dtypes) > 1 and dtypes <= _DTYPES and torch.is_autocast_enabled(query.device.type):
-        query, key, value = (each.to(torch.get_autocast_dtype(query.device.type)) for each in (query, key, value))
+    query, key, value = of_one_dtype(query, key, value)
     _check(query, key, value, blocks, causal=causal, dropout=dropout, seed=seed, backend=backend)
     scale = scale_of(scale, query.shape[-1])
     if causal:
@@ -316,6 +315,27 @@ def kernels_for(backend: Backend, call: AttentionCall, query: Tensor, key: Tenso
 
 # --- Checks ---
 
+def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return operands of different float dtypes in the one of autocast, where it is on; others as they are."""
+    dtypes = {each.dtype for each in (query, key, value)}
+    if len(dtypes) == 1 or not dtypes <= _DTYPES or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def check_options(name: str, dtype: torch.dtype, *, dropout: float, seed: object, backend: str) -> None:
+    """Raise UsageError for a dtype of operands, a dropout, a seed or a backend that no attention takes."""
+    if dtype not in _DTYPES:
+        raise UsageError(f"{name}: operands are float32, bfloat16 or float16; got {dtype}")
+    if not 0.0 <= dropout < 1.0:
+        raise UsageError(f"{name}: dropout is a probability, at least 0 and below 1; got {dropout}")
+    if seed is not None and not hasattr(seed, "__index__"):
+        raise UsageError(f"{name}: seed is a whole number, or None; got {seed!r}")
+    if backend not in BACKENDS:
+        raise UsageError(f"{name}: backend is one of {', '.join(BACKENDS)}; got {backend!r}")
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal: bool, dropout: float, seed: object,
            backend: str) -> None:
     """Raise UsageError where operands do not fit each other or the layout."""
@@ -329,8 +349,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
     if len({(tensor.dtype, tensor.device) for tensor in named.values()}) > 1:
         raise UsageError("attend: query, key and value have one dtype, and one device; got "
                          + ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in named.items()))
-    if query.dtype not in _DTYPES:
-        raise UsageError(f"attend: operands are float32, bfloat16 or float16; got {query.dtype}")
+    check_options("attend", query.dtype, dropout=dropout, seed=seed, backend=backend)
     if not all((query.shape[1], key.shape[1], query.shape[3], value.shape[3])):
         raise UsageError(f"attend: operands have at least one head, and head dims of at least 1; got {shapes}")
     if (key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]
@@ -347,12 +366,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
             raise UsageError(f"attend: {name} has length {length}, the layout is for {expected}; {fix}")
     if causal and blocks.length != blocks.kv_length:
         raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
-    if not 0.0 <= dropout < 1.0:
-        raise UsageError(f"attend: dropout is a probability, at least 0 and below 1; got {dropout}")
-    if seed is not None and not hasattr(seed, "__index__"):
-        raise UsageError(f"attend: seed is a whole number, or None; got {seed!r}")
-    if backend not in BACKENDS:
-        raise UsageError(f"attend: backend is one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend != "reference" and in_function_transform():
         raise UsageError("attend: within a transform of torch.func, and in forward mode, only backend='reference' computes; "
                          f"got backend={backend!r}. It has all scores in memory")
@@ -385,6 +398,8 @@ def _term(name: str, tensor: object, mode: Mode, shape: tuple[int, int], device:
     if not multiplies and not tensor.is_floating_point() and tensor.numel() and int(tensor.max()) > 0:
         raise UsageError(f"attend: {name} has whole numbers above 0 ({tensor.dtype}), which mode 'add' would add to scores; "
                          f"where they say what is seen give {name}.bool(), or mode 'mul'")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        warn_once(f"attend: {name} requires a gradient, and gets none: give what is learned as bias")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
         tensor = tensor.float()
     tensor = tensor.detach().contiguous()

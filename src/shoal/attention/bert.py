@@ -93,11 +93,13 @@ class SparseAttentionUtils:
         """Pad the inputs of a model to a multiple of `block_size`: (number of added positions, and the inputs in order).
 
         Added positions are hidden: a mask is made where there is none. `model_embeddings` gives the embeddings of padding if
-        `inputs_embeds` are given. Raises ConfigError where neither these nor `input_ids` are.
+        `inputs_embeds` are given. Raises ConfigError where neither these nor `input_ids` are, and for a block below 1.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ConfigError("pad_to_block_size: got neither input_ids nor inputs_embeds; give one of them")
+        if block_size < 1:
+            raise ConfigError(f"pad_to_block_size: block_size: got {block_size}; give the block of the structure: 16")
         batch, length = given.shape[:2]
         missing = -length % block_size
         if not missing:

@@ -72,7 +72,7 @@ class Blocks:
         key = (tuple(small.shape), block, small.numpy().tobytes())
         blocks = _cache.get(key)
         if blocks is None:
-            blocks = _cache[key] = Blocks(small, block)
+            blocks = _cache[key] = Blocks(small.clone(), block)  # the caller may write to a layout of bool afterwards
             if len(_cache) > _CACHED:
                 _cache.popitem(last=False)
         else:

@@ -14,13 +14,15 @@ what is padding. Sequences are padded to the block within, and the result is cut
 | cross attention, and a prefix before an encoder's sequence | refused: a layout is of one sequence |
 
 A mask of four dims is over all positions (batch, 1, queries, positions). The keys are the last of them: a cache that slides
-with a window has dropped the others.
+with a window has dropped the others. The last query sees its own key, and no query a later one: they say which rows of the
+layout the queries have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,7 +39,8 @@ from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
 __all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole", "check_continues",
-           "check_model", "check_served", "models_in", "register", "sparse_attention_in", "use_sparse_attention"]
+           "check_model", "check_served", "models_in", "register", "register_attention", "sparse_attention_in",
+           "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 _numbers = count(1)
@@ -61,11 +64,6 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
     `tensor_rank` counts ranks that have other heads, which drop other probabilities.
     Raises ConfigError or NotServed for a wrong section, UsageError where transformers is not installed.
     """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise UsageError(f"{name}: the package transformers is not installed, or too old for it ({error}); install "
-                         f"transformers>=4.57") from None
     structure = Structures(sparsity)
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -85,8 +83,24 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
                                    scale=scaling)
         return output.transpose(1, 2).contiguous(), None
 
+    register_attention(name, attention, _mask)
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Give transformers `attention` and its `mask` under `name`.
+
+    Raises UsageError where transformers is not installed, or older than the lengths that it gives to masks.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
+    except ImportError as error:
+        raise UsageError(f"{name}: the package transformers is not installed, or too old for it ({error}); install "
+                         f"transformers>=5.4") from None
+    if "q_length" not in signature(masking_utils.sdpa_mask).parameters:
+        raise UsageError(f"{name}: got transformers {__version__}, whose masks are made in another way; install "
+                         f"transformers>=5.4")
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, mask)
 
 
 def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend = "auto", tensor_rank: int = 0) -> None:
@@ -208,9 +222,13 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         warn_once(f"{NAME}: this model masks more than padding (packed sequences, or a sliding window of its own): a mask "
                   f"of length x length is made, whose memory grows with the square")
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_offset + kv_length,
+    mask = masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_offset + kv_length,
                                    q_offset=q_offset, kv_offset=0, mask_function=mask_function,
                                    attention_mask=attention_mask, **others)
+    if mask is None or q_length == mask.shape[-1]:
+        return mask
+    own = torch.arange(mask.shape[-1], device=mask.device) == q_offset + q_length - 1
+    return torch.cat([mask[:, :, :-1], mask[:, :, -1:] | own], 2)  # by it `attend_cached` finds the rows: it may be padding
 
 
 def attend_whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
@@ -223,14 +241,21 @@ def attend_whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: T
     blocks = (Blocks.dense(padded, padded, block) if padded < structure.shortest else
               structure.blocks(padded, causal=causal))
     causal = causal and (mask is None or mask.dim() == 2)  # one of four dims says so itself
-    padding = mask if mask is not None and mask.dim() == 2 else None
+    padding = None
+    if mask is not None and mask.dim() == 2:
+        padding = mask.to(torch.bool)
+    elif mask is not None and mask.shape[1:3] == (1, 1) and not mask.requires_grad:  # alike for all heads and queries
+        padding = mask[:, 0, 0].expand(query.shape[0], -1)
+    elif mask is not None:
+        added = _added(mask, query.dtype)
+        bias = added if bias is None else bias + added
+    bias = None if bias is None else bias.expand(*bias.shape[:-2], length, -1)
     if missing and padding is None and not causal:
         padding = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-    if mask is not None and mask.dim() == 4:
-        bias = _added(mask, query.dtype) if bias is None else bias + _added(mask, query.dtype)
     if missing:
         query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
-        padding = None if padding is None else F.pad(padding, (0, missing))
+        if padding is not None:
+            padding = F.pad(padding, (0, missing), value=False if padding.dtype == torch.bool else -torch.inf)
         bias = None if bias is None else F.pad(bias, (0, missing, 0, missing))
     output = attend(query, key, value, blocks, scale=scale, causal=causal, key_padding=padding, bias=bias, dropout=dropout,
                     first_head=first_head, backend=backend)

@@ -10,13 +10,23 @@ heads, queries and keys have in the whole. Ranks that are to drop as one rank do
 from __future__ import annotations
 
 from functools import partial
+from operator import index
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.attention.attend import Backend, Mode, attend, kernels_for, key_padding_term, scale_of
+from shoal.attention.attend import (
+    Backend,
+    Mode,
+    attend,
+    check_options,
+    kernels_for,
+    key_padding_term,
+    of_one_dtype,
+    scale_of,
+)
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall
 from shoal.device import HOST
@@ -53,6 +63,8 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
     Raises UsageError for shapes that do not fit, RanksDisagree where ranks have other shapes or layouts than each
     other in a call that is the first of its kind on all of them.
     """
+    query, key, value = of_one_dtype(query, key, value)
+    check_options("attend_sequence", query.dtype, dropout=dropout, seed=seed, backend=backend)
     _check(query, key, value, axis, blocks, exchange)
     if mask is not None or bias is not None:
         if exchange == "blocks":
@@ -73,7 +85,7 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
         term = None if key_padding is None else key_padding_term(key_padding, key_padding_mode, blocks, query.shape[0],
                                                                  query.device)
         call = AttentionCall(blocks=plan.blocks, heads=query.shape[1], scale=scale, causal=causal,
-                             terms=() if term is None else (term[0],), biased=False, dropout=dropout, seed=seed or 0,
+                             terms=() if term is None else (term[0],), biased=False, dropout=dropout, seed=index(seed or 0),
                              hidden=None if term is None else term[1], first_head=first_head)
         facts = (f"blocks exchanged: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} "
                  f"{query.dtype}, layout {blocks.digest}".replace("torch.", ""))
@@ -139,7 +151,7 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, block
     return "blocks" if by_blocks <= by_heads else "heads"
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, blocks: Blocks | None, exchange: str) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, blocks: object, exchange: str) -> None:
     """Raise UsageError where the parts do not fit each other, the layout or the exchange."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if any(each.dim() != 4 for each in (query, key, value)):
@@ -161,6 +173,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxis, blocks
             raise UsageError("attend_sequence: exchange='blocks' needs a layout, and got none; give blocks, or "
                              "exchange='heads'")
         return
+    if not isinstance(blocks, Blocks):
+        raise UsageError(f"attend_sequence: blocks are those of a layout, of class Blocks; got {type(blocks).__name__}: "
+                         f"give Blocks.of(layout, block), or config.blocks(length)")
     if blocks.heads not in (1, query.shape[1]):
         raise UsageError(f"attend_sequence: the layout is for {blocks.heads} heads, query has {query.shape[1]}; make a "
                          f"layout with 1 or {query.shape[1]} heads")

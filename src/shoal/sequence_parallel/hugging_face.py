@@ -30,6 +30,7 @@ from shoal.attention.hugging_face import (
     check_model,
     check_served,
     models_in,
+    register_attention,
 )
 from shoal.attention.settings import SparseAttentionSettings
 from shoal.errors import NotServed, UsageError
@@ -90,10 +91,7 @@ def padding_of(module: nn.Module) -> tuple[int, Positions]:
 
 def register_sequence_attention(name: str, attention: SequenceAttention) -> None:
     """Give transformers `attention` under `name`, for every model whose `attn_implementation` that is."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _mask)
+    register_attention(name, attention, _mask)
 
 
 class SequenceAttention:
