@@ -1,5 +1,5 @@
-"""Questions about the backward pass under way, and hooks around saved tensors, that torch answers under private names; and
-second derivatives of autograd functions."""
+"""Questions about the backward pass under way, and hooks around saved tensors, that torch answers under private names;
+hooks of parameters that keep nothing alive; and second derivatives of autograd functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.errors import NotServed
 
 __all__ = ["at_end_of_backward", "backward_liveness", "check_first_derivative", "differentiable_gradients", "graph_task",
            "in_backward", "in_function_transform", "in_gradient_transform", "in_trace", "is_reached", "isolated",
-           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint"]
+           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint", "weak_hook"]
 
 _PLAIN = (Tensor, nn.Parameter)
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
@@ -52,6 +52,22 @@ def backward_liveness() -> Callable[[], bool]:
     at_end_of_backward(nothing)
     held = ref(nothing)
     return lambda: held() is not None
+
+
+def weak_hook(function: Callable[..., None], *arguments: object) -> Callable[[Tensor], None]:
+    """Return a hook of a parameter that calls `function(*arguments, tensor)` while all of `arguments` are alive.
+
+    Python's collector does not see what a hook of a gradient holds. A hook that held an engine, which holds the parameter,
+    would keep both in memory for the life of the process.
+    """
+    held = [ref(argument) for argument in arguments]
+
+    def hook(tensor: Tensor) -> None:
+        living = [argument() for argument in held]
+        if None not in living:
+            function(*living, tensor)
+
+    return hook
 
 
 def is_reached(node: Any) -> bool:

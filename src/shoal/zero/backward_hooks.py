@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.autograd import at_end_of_backward, graph_task, in_gradient_transform, is_reached
+from shoal.autograd import at_end_of_backward, graph_task, in_gradient_transform, is_reached, weak_hook
 from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
 from shoal.zero.compiled import opaque
@@ -75,7 +75,8 @@ class BackwardHooks:
                 if member.parameter.requires_grad:  # of a frozen unit: in no group of the optimizer, and never stepped
                     take = _drop
                     if isinstance(unit, TrainableUnit):
-                        take = partial(_collect_spanning if unit.replica_group.spans_stages else self._collect, unit, slot)
+                        take = (weak_hook(partial(_collect_spanning, slot=slot), unit) if unit.replica_group.spans_stages
+                                else weak_hook(partial(BackwardHooks._collect, slot=slot), self, unit))
                     self._handles.append(handle := member.parameter.register_post_accumulate_grad_hook(take))
                     self._collect_hooks[id(member.parameter)] = hooks_of_gradient(member.parameter), handle.id
 
@@ -173,7 +174,7 @@ class BackwardHooks:
 
     @opaque
     @unbroken
-    def _collect(self, unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
+    def _collect(self, unit: TrainableUnit, parameter: nn.Parameter, *, slot: int) -> None:
         if self._pass is None:  # a loss of weights alone: this hook begins the pass, too late to be put behind the others
             seen = self._is_collected_last(parameter)
             self.begin()
@@ -211,7 +212,7 @@ class BackwardHooks:
     def _end(self) -> None:
         left, self._collect_later = self._collect_later, []
         for unit, slot, parameter in left:
-            self._collect(unit, slot, parameter)
+            self._collect(unit, parameter, slot=slot)
         self.reducer.finish()
         if not self._within_forward:
             self._window.end()
@@ -243,7 +244,7 @@ class BackwardHooks:
 
 @opaque
 @unbroken
-def _collect_spanning(unit: TrainableUnit, slot: int, parameter: nn.Parameter) -> None:
+def _collect_spanning(unit: TrainableUnit, parameter: nn.Parameter, *, slot: int) -> None:
     """Collect a gradient of a unit that spans pipeline stages: no pass of one stage completes it."""
     collect(unit, slot, parameter)
 
