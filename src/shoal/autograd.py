@@ -20,7 +20,7 @@ from shoal.errors import NotServed
 
 __all__ = ["at_end_of_backward", "backward_liveness", "check_first_derivative", "differentiable_gradients", "graph_task",
            "in_backward", "in_function_transform", "in_gradient_transform", "in_trace", "is_reached", "isolated",
-           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint", "weak_hook"]
+           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint", "storages", "weak_hook"]
 
 _PLAIN = (Tensor, nn.Parameter)
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
@@ -82,6 +82,20 @@ def saved_by_checkpoint() -> bool:
     """Return whether what autograd saves here goes to torch's non-reentrant checkpoint, which drops and recomputes it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore  it has no annotation
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
+
+
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Return where the elements of a tensor are: its storage, or those of the parts of a sparse one; none for oneDNN's."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            parts = [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case _:
+            parts = [] if tensor.is_mkldnn else [tensor]
+    return [part.untyped_storage() for part in parts]
 
 
 @contextmanager

@@ -174,9 +174,11 @@ def test_a_part_with_versions_of_its_own_rests_alone(tmp_path: Path) -> None:
         assert torch.equal(view, each) and view.stride() == each.stride()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_small_whole_number_and_sparse_tensors_stay(tmp_path: Path) -> None:
     saved = _saved(tmp_path)
     for tensor in (torch.zeros(10), torch.zeros(40_000, dtype=torch.int64), torch.eye(300).to_sparse(),
+                   torch._efficientzerotensor(40_000), torch.nested.nested_tensor([torch.ones(40_000)]),
                    torch.zeros(40_000, device="meta")):
         assert saved.pack(tensor, "module") is None
 
@@ -296,6 +298,12 @@ def _no_blocks() -> None:
 def test_bad_sections_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         shoal.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "activation_checkpointing": section})
+
+
+def test_a_layer_whose_saved_noise_torch_fills_later_may_not_rest(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.RReLU())
+    with pytest.raises(ConfigError, match=r"rest: got 'nvme'; the layer '1' is an nn\.RReLU"):
+        _engine(model, {"rest": "nvme", "nvme_path": str(tmp_path)})
 
 
 def test_a_damaged_file_is_an_error_of_backward(tmp_path: Path) -> None:
@@ -457,112 +465,6 @@ def _different_inputs() -> None:
     engine = _engine(model, {"recompute": "full", "partition_activations": True}, mesh={"tensor": 2})
     torch.manual_seed(0)
     engine(torch.randn(ROWS, WIDTH))
-
-
-class _Draws(nn.Module):
-    """A block that draws from the named random state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with shoal.checkpointing.get_cuda_rng_tracker().fork():
-            return x + torch.nn.functional.dropout(self.up(x), 0.3).tanh()
-
-
-class _Normalizes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.nn.functional.gelu(self.norm(self.up(x)))
-
-
-class _WritesInPlace(nn.Module):
-    """A block with `nn.ReLU(inplace=True)` behind a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.relu, self.down = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.relu(self.up(x)))
-
-
-class _WritesToProducts(nn.Module):
-    """A block that writes to products through `_unsafe_view`, as `F.linear` without bias and `torch.matmul` return them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.view(4, -1, WIDTH)
-        scores = torch.matmul(self.up(hidden).sub_(0.5).sin(), self.down.weight)
-        scores += self.down.bias
-        return x + scores.tanh().view(x.shape)
-
-
-class _WritesToChunks(nn.Module):
-    """A block that writes to parts of a product that count versions apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).unsafe_chunk(2, -1)
-        gate = gate.sigmoid_()
-        value = value.tanh_()
-        return x + self.down(gate * value)
-
-
-class _Recurs(nn.Module):
-    """A block around `nn.GRU`, whose cells write to parts of their products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.cell(x.view(-1, 2, WIDTH))[0].reshape(x.shape)
-
-
-class _RecursByCells(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LSTMCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, state = self.first(x, (x.sin(), x.cos()))
-        return x + self.second(hidden, state)
-
-
-_KINDS = {"draws": _Draws, "normalizes": _Normalizes, "writes": _WritesInPlace, "products": _WritesToProducts,
-          "chunks": _WritesToChunks, "gru": _Recurs, "cells": _RecursByCells}
-
-
-def _states(kind: str, section: dict[str, Any]) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[_KINDS[kind]() for _ in range(BLOCKS)])
-    engine = _engine(model, section)
-    shoal.checkpointing.model_parallel_cuda_manual_seed(7)
-    for _ in range(STEPS):
-        engine.backward(engine(torch.randn(ROWS, WIDTH)).square().mean())
-        engine.step()
-    engine.destroy()
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("section", [{"recompute": "full"}, {"recompute": "selective"}, {"budget": "1GB"},
-                                     {"rest": "nvme"}], ids=str)
-@pytest.mark.parametrize("kind", [*_KINDS])
-def test_blocks_that_draw_or_write_train_bitwise_as_kept(kind: str, section: dict[str, Any], tmp_path: Path) -> None:
-    section = section | ({"nvme_path": str(tmp_path)} if "rest" in section else {})
-    kept, found = run_ranks(1, _states, kind, {})[0], run_ranks(1, _states, kind, section)[0]
-    assert [name for name, value in kept.items() if not torch.equal(value, found[name])] == []
 
 
 def _decoder(kind: str) -> nn.Module:

@@ -258,3 +258,17 @@ def test_a_recomputed_module_counts_its_statistics_once(how: str) -> None:
     checkpointing.checkpoint(function, x).sum().backward()
     twin(x).sum().backward()
     assert all(map(torch.equal, norm.state_dict().values(), twin.state_dict().values()))
+
+
+def test_a_function_that_overwrites_what_autograd_saved_is_refused() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        hidden = x.sigmoid()
+        product = hidden * hidden.sin()
+        hidden.zero_()
+        return product.exp()
+
+    x = torch.randn(6, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        function(x).sum().backward()
+    with pytest.raises(UsageError, match=r"recompute: function wrote in place to a tensor of shape \(6, 4\)"):
+        checkpointing.checkpoint(function, x).sum().backward()

@@ -97,6 +97,41 @@ def test_a_block_may_differentiate_in_its_forward(section: dict[str, Any]) -> No
     assert run_ranks(1, _losses, section, 0, Differentiates) == run_ranks(1, _losses, {}, 0, Differentiates)
 
 
+class Overwrites(Block):
+    """Writes to a tensor after autograd saved it, which plain PyTorch refuses in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).sigmoid()
+        product = hidden * hidden.sin()
+        hidden.zero_()
+        return super().forward(x) + self.down(product)
+
+
+class OverwritesStatistics(Block):
+    """Writes to a tensor that autograd saved for a value of which nobody wants the gradient, as plain PyTorch allows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        self.size = hidden.norm()
+        return x + self.down(hidden.relu_())
+
+
+def _overwritten(section: dict[str, Any], stage: int) -> None:
+    with pytest.raises(UsageError if section or stage else RuntimeError, match=r"in ?place"):
+        _losses(section, stage, Overwrites)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("section", [{}, *SECTIONS], ids=str)
+def test_a_block_that_overwrites_what_autograd_saved_is_refused(section: dict[str, Any], stage: int) -> None:
+    run_ranks(1, _overwritten, section, stage)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_a_saved_tensor_that_no_backward_needs_may_be_written_to(section: dict[str, Any]) -> None:
+    assert run_ranks(1, _losses, section, 0, OverwritesStatistics) == run_ranks(1, _losses, {}, 0, OverwritesStatistics)
+
+
 class Masked(nn.Module):
     """Blocks that get one mask, by name or in a list, which is written to after each."""
 

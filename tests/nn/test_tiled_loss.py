@@ -342,3 +342,31 @@ class TestHuggingFace:
         other.loss_function = F.cross_entropy
         with pytest.raises(NotServed, match="only that of causal language models"):
             use_tiled_loss(other)
+
+
+class _Normalizes(nn.Module):
+    """Drops by the named random state, and divides by a buffer that it updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("size", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with shoal.checkpointing.get_cuda_rng_tracker().fork():
+            hidden = F.dropout(self.linear(x), 0.3)
+        self.size.mul_(0.9).add_(hidden.detach().square().mean((0, 1)), alpha=0.1)
+        return hidden / self.size.clone()
+
+
+def test_a_tile_is_recomputed_with_the_states_and_buffers_of_its_forward() -> None:
+    found: list[list[Tensor]] = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        shoal.checkpointing.model_parallel_cuda_manual_seed(7)
+        module = _Normalizes()
+        x = torch.randn(1, 6, WIDTH)
+        parts = [TiledMLP(module, rows=3)(x)] if tiled else [module(part) for part in x.split(3, 1)]
+        torch.cat(parts, 1).square().sum().backward()
+        found.append([module.size, *(parameter.grad for parameter in module.parameters() if parameter.grad is not None)])
+    assert all(map(torch.equal, *found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.activation.checkpointing import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from shoal.errors import UsageError
 from shoal.pipeline.layer import LayerSpec, TiedLayerSpec, Unpacked, named
 from shoal.pipeline.stage import PipelineStage, Recompute
@@ -89,6 +91,33 @@ def test_a_recomputed_group_counts_its_statistics_once() -> None:
         made(x).sum().backward()
         counted.append(made.state_dict())
     assert all(map(torch.equal, counted[0].values(), counted[1].values()))
+
+
+class _Draws(nn.Module):
+    """Draws from the named random state and from Python's, and reads a buffer that it updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with get_cuda_rng_tracker().fork():
+            hidden = nn.functional.dropout(self.linear(x) * random.random(), 0.5)
+        self.mean.lerp_(hidden.detach().mean(0), 0.1)
+        return (hidden - self.mean).tanh()
+
+
+def test_a_recomputed_group_has_the_states_and_buffers_of_its_forward() -> None:
+    found: list[list[Tensor]] = []
+    for interval in (0, 2):
+        torch.manual_seed(0)
+        random.seed(0)
+        model_parallel_cuda_manual_seed(7)
+        made = stage([_Draws(), _Draws()], Recompute(interval=interval))
+        made(torch.randn(6, WIDTH)).sum().backward()
+        found.append([parameter.grad for parameter in made.parameters() if parameter.grad is not None])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_custom_checkpoint_receives_the_parts_of_a_tuple() -> None:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.activation.recompute import Calls, RecomputeMode, begin_pass, calls_in_pass, recompute_blocks
+from shoal.autograd import storages
 from shoal.errors import ConfigError
 from shoal.log import logger
 
@@ -390,9 +391,10 @@ class _MeasuredRoot:
         return place is not None and self._choice[place].rests
 
     def see(self, tensor: Tensor, module: object, *, moves: bool) -> None:
-        storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)  # while it is held, no other storage has its identity
-        if self._seen.setdefault((reference.cdata, tensor._version), reference) is reference:
+        for storage in storages(tensor):
+            reference = StorageWeakRef(storage)  # while it is held, no other storage has its identity
+            if self._seen.setdefault((reference.cdata, tensor._version), reference) is not reference:
+                continue
             place, size = self._places.get(module, -1), storage.nbytes()
             self._sizes[place] += size
             self._staying[place] += 0 if moves else size

@@ -18,7 +18,7 @@ copies of its buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,15 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shoal.activation.random_states import (
-    MODEL_PARALLEL,
-    TRACKER,
-    AllStates,
-    RandomStates,
-    ReenteredContext,
-    seed_device,
-)
-from shoal.activation.recompute import buffers_apart
+from shoal.activation.random_states import MODEL_PARALLEL, TRACKER, RandomStates, seed_device
+from shoal.activation.replay import replayed
 from shoal.activation.saved import RestingView, SavedActivations, SliceGather, Slices, version_witness
 from shoal.activation.settings import FunctionSettings
 from shoal.config.load import Source, read
@@ -200,13 +193,8 @@ class _Call:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of the call and of its recomputes, which draw the same numbers and update no buffer."""
-        return nullcontext(), ReenteredContext(partial(self._recompute, AllStates.of(_process.tracker)))
-
-    @contextmanager
-    def _recompute(self, states: AllStates) -> Generator[None]:
         module = _module_of(self._function)
-        with states.replayed(_process.tracker), nullcontext() if module is None else buffers_apart(module):
-            yield
+        return replayed(self.name, [] if module is None else [module])
 
 
 # CheckpointingOptions

@@ -1,16 +1,18 @@
 """Named random states, and the state of all generators that a recomputed function draws from.
 
-The recompute of a function begins with the states of its forward: the default generators of the host and of the device, and
-the named ones. Afterwards all are as they were before it.
+The recompute of a function begins with the states of its forward: the default generators of the host and of the device, the
+named ones, and those of Python's `random` and of `numpy.random`. Afterwards all are as they were before it.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -75,16 +77,19 @@ TRACKER = RandomStates()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllStates:
-    """The states of the host, of the device (the host's own where that is the device) and of the names."""
+    """The states of the host, of the device (the host's own where that is the device), of the names, and of the others."""
 
     host: Tensor
     device: Tensor
     named: Mapping[str, Tensor]
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | tuple[Any, ...]
 
     @classmethod
     def of(cls, tracker: RandomStates) -> AllStates:
         """Return the present states."""
-        return cls(host=torch.get_rng_state(), device=_state(), named=tracker.get_states())
+        return cls(host=torch.get_rng_state(), device=_state(), named=tracker.get_states(), python=random.getstate(),
+                   numpy=numpy.random.get_state())
 
     @contextmanager
     def replayed(self, tracker: RandomStates) -> Generator[None]:
@@ -100,6 +105,8 @@ class AllStates:
         torch.set_rng_state(self.host)
         _set_state(self.device)
         tracker.set_states({name: state.clone() for name, state in self.named.items()})
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
 
 
 class ReenteredContext(AbstractContextManager[None]):

@@ -30,13 +30,15 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.checkpoint import _detach_helper  # pyright: ignore[reportPrivateUsage]  as torch's selective checkpoint
 
-from shoal.activation.random_states import TRACKER, AllStates, ReenteredContext
+from shoal.activation.random_states import ReenteredContext
+from shoal.activation.replay import Replay
+from shoal.autograd import storages
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.module_hooks import is_compiled
 from shoal.tree import tensors_within
 
-__all__ = ["Calls", "RecomputeMode", "begin_pass", "buffers_apart", "calls_in_pass", "end_interrupted", "is_kept",
+__all__ = ["Calls", "RecomputeMode", "begin_pass", "calls_in_pass", "end_interrupted", "is_kept",
            "recompute_blocks"]
 
 
@@ -131,7 +133,7 @@ class _Block:
             return self._with_own_cache(args, kwargs)  # those given may serve another recompute
         if not torch.is_grad_enabled():
             return None
-        self.calls.add(next((each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0))
+        self.calls.add(next((_bytes(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), 0))
         if self.recompute is RecomputeMode.NONE:
             return None
         own_args, own_kwargs = self._with_own_cache(args, kwargs)
@@ -182,26 +184,23 @@ class _Block:
     def _contexts(self, module: nn.Module,
                   held: _HeldArguments) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of a forward and of its recomputes: each backward through a kept graph has its own."""
-        states = AllStates.of(TRACKER)
+        replay = Replay(f"a {type(module).__name__}", [module])
         outputs = _Outputs() if self.recompute is RecomputeMode.SELECTIVE else None
-        return self._forward_keeping(outputs), ReenteredContext(partial(self._recompute, module, states, outputs, held))
+        return self._forward_keeping(replay, outputs), ReenteredContext(partial(self._recompute, replay, outputs, held))
 
     @contextmanager
-    def _forward_keeping(self, outputs: _Outputs | None) -> Generator[None]:
-        if outputs is None:
+    def _forward_keeping(self, replay: Replay, outputs: _Outputs | None) -> Generator[None]:
+        with replay.forward(), nullcontext() if outputs is None else _Keep(outputs, lambda: self._recomputes):
             yield
-            return
-        with _Keep(outputs, lambda: self._recomputes):
-            yield
-        self.calls.kept += outputs.drop_overwritten()
+        if outputs is not None:
+            self.calls.kept += outputs.drop_overwritten()
 
     @contextmanager
-    def _recompute(self, module: nn.Module, states: AllStates, outputs: _Outputs | None,
-                   held: _HeldArguments) -> Generator[None]:
+    def _recompute(self, replay: Replay, outputs: _Outputs | None, held: _HeldArguments) -> Generator[None]:
         held.check()
         self._recomputes = True
         try:
-            with states.replayed(TRACKER), buffers_apart(module), nullcontext() if outputs is None else _Take(outputs):
+            with replay.recompute(), nullcontext() if outputs is None else _Take(outputs):
                 yield
         finally:
             self._recomputes = False
@@ -248,20 +247,6 @@ def _own_cache(name: str, value: Any) -> Any:
     return deepcopy(value, {id(tensor): tensor for tensor in tensors_within(value)}) if name in _CACHES else value
 
 
-@contextmanager
-def buffers_apart(*modules: nn.Module) -> Generator[None]:
-    """Within the context the modules update copies of their buffers: the forward has updated the buffers themselves."""
-    buffers = [(each, name, buffer) for module in modules for each in module.modules()
-               for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)]
-    for each, name, buffer in buffers:
-        setattr(each, name, buffer.detach().clone())
-    try:
-        yield
-    finally:
-        for each, name, buffer in buffers:
-            setattr(each, name, buffer)
-
-
 class _Outputs:
     """The outputs that the forward of a block keeps for its recompute, in the order of the calls.
 
@@ -277,11 +262,11 @@ class _Outputs:
         """Keep what a call returned."""
         output = tree_map(_detach_helper, output)  # shares memory and version
         self._kept[call] = output, [(each, each._version) for each in tensors_within(output)]
-        self._call_of.update((_storage(each), call) for each in tensors_within(output))
+        self._call_of.update((storage, call) for each in tensors_within(output) for storage in _identities(each))
 
     def watch(self, source: Tensor, views: Any) -> None:
         """Note writes to `views` as those to what a call returned, if they share its memory: `source` does."""
-        call = self._call_of.get(_storage(source))
+        call = next((self._call_of[each] for each in _identities(source) if each in self._call_of), None)
         if call is not None:
             self._kept[call][1].extend((each, each._version) for each in tensors_within(tree_map(_detach_helper, views)))
 
@@ -290,7 +275,7 @@ class _Outputs:
         self._call_of.clear()
         for call in [call for call in self._kept if self._is_overwritten(call)]:
             del self._kept[call]
-        return sum(each.nbytes for output, _ in self._kept.values() for each in tensors_within(output))
+        return sum(_bytes(each) for output, _ in self._kept.values() for each in tensors_within(output))
 
     def take(self, call: int) -> Any:
         """Return the output of a call; None where it is to be computed again."""
@@ -302,8 +287,12 @@ class _Outputs:
         return any(each._version != version for each, version in self._kept[call][1])
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
+def _identities(tensor: Tensor) -> list[int]:
+    return [storage._cdata for storage in storages(tensor)]  # pyright: ignore[reportPrivateUsage]  no public name
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else sum(storage.nbytes() for storage in storages(tensor))
 
 
 def is_kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

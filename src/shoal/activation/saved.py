@@ -353,7 +353,8 @@ class SavedActivations:
     def pack(self, tensor: Tensor, module: object) -> RestingView | None:
         """Let a tensor that autograd saves within `module` rest; None for one that stays.
 
-        What is neither dense nor floating point stays, as does a view that reads its memory another way (conjugated).
+        What is neither dense nor floating point stays, as does a view that reads its memory another way (conjugated), and
+        a zero without memory, as forward-mode differentiation has them.
         """
         moves = self._moves(tensor)
         if self.budget is not None:
@@ -383,7 +384,8 @@ class SavedActivations:
     def _moves(self, tensor: Tensor) -> bool:
         kind: Any = type(tensor)
         return (kind is Tensor and tensor.layout is torch.strided and tensor.is_floating_point()
-                and tensor.device == self._device and not tensor.is_neg()
+                and tensor.device == self._device and not tensor.is_nested and not tensor.is_neg()
+                and not tensor._is_zerotensor()
                 and tensor.untyped_storage().nbytes() >= self._smallest)
 
 

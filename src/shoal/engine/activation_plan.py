@@ -71,6 +71,8 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
     if section.offload.device == "cpu" and store.device == device:
         warn_once("activation_checkpointing: saved tensors are to rest in host memory, where the model computes: no effect")
     moves = store.device != device or isinstance(store, Disk)
+    if moves:
+        _refuse_late_noise(section.offload.device, engine)
     slices = budget = None
     if section.partition_activations and groups.tensor is None:
         warn_once("activation_checkpointing.partition_activations: has no effect without several tensor ranks")
@@ -84,6 +86,16 @@ def saved_activations(settings: Config, engine: BaseEngine) -> SavedActivations 
         most_of, most_of_pass = (partial(_most, groups.communicator(*axes)) for axes in (REPLICA_AXES, AXES_OF_ONE_PASS))
         budget = Budget(section.budget, blocks_of, most_of, most_of_pass, engine.moments, RESTING if moves else STAYING)
     return SavedActivations(store, device, slices=slices, budget=budget) if moves or slices or budget else None
+
+
+def _refuse_late_noise(rest: str, engine: BaseEngine) -> None:
+    """Raise `ConfigError` for a layer whose noise torch saves before it has drawn it, without a later version."""
+    for root in engine.roots:
+        for name, module in root.named_modules():
+            if isinstance(module, nn.RReLU):
+                raise ConfigError(f"activation_checkpointing.rest: got '{rest}'; the layer '{name}' is an nn.RReLU, whose "
+                                  f"noise torch draws after autograd has saved its memory: a copy lacks it. Leave rest out, "
+                                  f"or take another activation, as nn.LeakyReLU or nn.PReLU")
 
 
 def _most(communicator: Communicator, numbers: list[int]) -> list[int]:

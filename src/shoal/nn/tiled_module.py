@@ -9,22 +9,25 @@ is one forward more. The values are those of the whole, but for the order of sum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.activation.replay import replayed
 from shoal.errors import UsageError
 
 __all__ = ["TiledMLP", "in_tiles", "over_tiles"]
 
 
-def over_tiles(function: Callable[..., Any], tensors: Sequence[Tensor], *, rows: int, dim: int) -> list[Any]:
+def over_tiles(function: Callable[..., Any], tensors: Sequence[Tensor], *, rows: int, dim: int,
+               modules: Sequence[nn.Module] = ()) -> list[Any]:
     """Return the outputs of `function` for tiles of `tensors`, `rows` positions along `dim` each, recomputed in backward.
 
-    Random numbers of the recompute are those of the forward. Raises UsageError for rows below 1, or tensors of several
-    lengths.
+    Random numbers of the recompute are those of the forward, and so are the buffers of `modules`. Raises UsageError for rows
+    below 1, or tensors of several lengths.
     """
     if rows < 1:
         raise UsageError(f"over_tiles: rows: got {rows}; give 1 or more positions")
@@ -33,7 +36,8 @@ def over_tiles(function: Callable[..., Any], tensors: Sequence[Tensor], *, rows:
         raise UsageError(f"over_tiles: got tensors of {', '.join(map(str, sorted(lengths)))} positions along dim {dim}; "
                          f"give tensors of one length")
     tiles = zip(*(tensor.split(rows, dim) for tensor in tensors), strict=True)
-    return [checkpoint(function, *tile, use_reentrant=False) for tile in tiles]
+    return [checkpoint(function, *tile, use_reentrant=False, preserve_rng_state=False,
+                       context_fn=partial(replayed, "a function over tiles", modules)) for tile in tiles]
 
 
 def in_tiles(module: nn.Module, x: Tensor, *, rows: int, dim: int = -2) -> Tensor:
@@ -44,7 +48,7 @@ def in_tiles(module: nn.Module, x: Tensor, *, rows: int, dim: int = -2) -> Tenso
     """
     if rows < 1:
         raise UsageError(f"in_tiles: rows: got {rows}; give 1 or more positions")
-    output = torch.cat(over_tiles(module, [x], rows=rows, dim=dim), dim)
+    output = torch.cat(over_tiles(module, [x], rows=rows, dim=dim, modules=[module]), dim)
     if output.shape[dim] != x.shape[dim]:
         raise UsageError(f"in_tiles: {type(module).__name__} made {output.shape[dim]} positions of {x.shape[dim]} along dim "
                          f"{dim}; only a module that maps each position by itself can run in tiles")

@@ -7,7 +7,6 @@ recomputation, the activations within a group of layers are dropped after forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.activation.random_states import ReenteredContext
-from shoal.activation.recompute import buffers_apart
+from shoal.activation.replay import replayed
 from shoal.errors import UsageError
 from shoal.pipeline.layer import Built
 
@@ -43,8 +41,8 @@ class Recompute:
         """Return `run(*args)`, which runs `modules`; the recompute updates copies of their buffers."""
         if self.function is not None:
             return self.function(run, *args)
-        return checkpoint(run, *args, use_reentrant=False,
-                          context_fn=lambda: (nullcontext(), ReenteredContext(partial(buffers_apart, *modules))))
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False,
+                          context_fn=partial(replayed, "a group of layers", modules))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

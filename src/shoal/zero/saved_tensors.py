@@ -217,5 +217,9 @@ def _unpack(saved: SavedTensor) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the identity of the storage, which stays the same while its memory is freed and allocated."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
+    """Return the identity of the storage, which stays the same while its memory is freed and allocated.
+
+    0 for a sparse tensor and the like, which is no view of weights.
+    """
+    own = tensor.layout is torch.strided or tensor.is_nested
+    return tensor.untyped_storage()._cdata if own else 0  # pyright: ignore[reportPrivateUsage]  no public name
