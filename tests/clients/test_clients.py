@@ -33,3 +33,10 @@ def test_ranks_with_parts_of_sequences_have_the_losses_of_one_rank(by: tuple[str
     split = run(Row("sequence", "sequence_loop.py", by, 2), PYTHON, tmp_path)
     assert "error" not in split, split.get("log")
     assert split["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (3, 1)])
+def test_the_strategy_of_lightning_takes_the_steps_of_ddp(stage: int, ranks: int, tmp_path: Path) -> None:
+    found = run(Row("ShoalStrategy", "own_strategy.py", ("--stage", str(stage), "--devices", str(ranks)), ranks), PYTHON,
+                tmp_path)
+    assert "error" not in found, found.get("log")

@@ -447,3 +447,39 @@ def cleared_adagrad() -> None:
 
 def test_an_optimizer_that_allocates_its_state_keeps_it() -> None:
     run_ranks(1, cleared_adagrad)
+
+
+class Within(nn.Module):
+    """A model whose forward is the whole training step, as frameworks call it through the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: Tensor, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        self.layers(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_grad_is_there_after_a_backward_within_a_forward(stage: int) -> None:
+    plain, whole = Within(), Within()
+    expected, optimizer = sgd(plain), sgd(whole)
+    engine, *_ = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+    for step in range(STEPS):
+        plain(batch(step, 0), expected)
+        engine(batch(step, 0), optimizer)
+    for found, wanted in zip(whole.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)
+    engine.destroy()
+
+
+def test_grad_within_a_forward_at_stage_3_says_what_to_call() -> None:
+    whole = Within()
+    optimizer = sgd(whole)
+    engine, *_ = shoal.initialize(model=whole, optimizer=optimizer, config=config(3))
+    with pytest.raises(UsageError, match="gradient_clipping"):
+        engine(batch(0, 0), optimizer)
+    engine.destroy()

@@ -3,8 +3,9 @@
     Trainer(strategy=ShoalStrategy(stage=3), accelerator="cpu", devices=2)
     Trainer(strategy="shoal_stage_2")                       after `import shoal.compat.lightning`
 
-The engine owns backward, accumulation, clipping and the step; Lightning owns the loop, the schedule and the hooks. A
-checkpoint is a folder, which any number of devices at any stage can load.
+The engine owns backward, clipping and the step; Lightning owns the loop, the accumulation, the schedule and the hooks: it
+divides the loss, and says which microbatch ends a step. A checkpoint is a folder, which any number of devices at any stage
+can load.
 """
 # Lightning is no dependency of Shoal: where it is missing its types are unknown.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
@@ -49,35 +50,48 @@ class ShoalPrecision(Precision):
             raise UsageError(f"ShoalStrategy: precision: got {precision!r}; choose one of {', '.join(SECTIONS)}")
         self.precision: Any = precision
         self._dtype = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}[precision.split("-")[0]]
+        self._engine_clips_at = 0.0
+
+    def leave_clipping_to_engine(self, norm: float) -> None:
+        """Note that the engine's step clips the gradients at this global norm; 0: it does not."""
+        self._engine_clips_at = norm
 
     def convert_input(self, data: Any) -> Any:
         """Cast the floating-point tensors of a batch to the dtype of the weights."""
         return tree_map(lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, data)
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the engine's backward, which divides by the accumulation and scales the loss."""
+        """Run the engine's backward, which scales the loss; Lightning has divided it by the accumulation."""
         model.trainer.strategy.engine.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run `closure`, which computes and calls backward; then step at the end of an accumulation."""
+        """Run `closure`, which computes and calls backward; then step."""
         result = closure()
         self._after_closure(model, optimizer)
         if model.automatic_optimization and result is None:
             raise UsageError("training_step returned None: every rank takes part in each backward; return a loss, or a loss "
                              "times 0 to skip a batch")
-        model.trainer.strategy.engine.step()
+        if not model.trainer.fit_loop._skip_backward:  # weight averaging runs an epoch of forwards for BatchNorm
+            model.trainer.strategy.engine.step()
         return result
 
     def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0,
                        gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM) -> None:
-        """Do nothing: the engine clips by `Trainer(gradient_clip_val=...)`, over all ranks."""
+        """Clip by value, or at another norm than the engine's step does: at stages 0 to 2, where gradients can be read.
+
+        Scripts clip so in manual optimization, or in `configure_gradient_clipping`. Stage 3 raises `UsageError`.
+        """
+        by_engine = gradient_clip_algorithm == GradClipAlgorithmType.NORM and clip_val == self._engine_clips_at
+        if clip_val and not by_engine:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
 
 class ShoalStrategy(DDPStrategy):
     """Train by Shoal at a ZeRO `stage`; `offload` keeps masters and moments on the host.
 
-    `config` holds further sections of Shoal's configuration, as a dict or a path. Batch sizes, accumulation, clipping and
-    precision are the Trainer's own. Modules that are built in `configure_model` are built sharded at stage 3.
+    `config` holds further sections of Shoal's configuration, as a dict or a path. Batch sizes, accumulation and precision
+    are the Trainer's own, and so is clipping where it is given there. Modules that are built in `configure_model` are built
+    sharded at stage 3.
     """
 
     strategy_name = "shoal"
@@ -120,20 +134,26 @@ class ShoalStrategy(DDPStrategy):
                 raise UsageError(f"configure_optimizers returned {len(optimizers)} optimizers; ShoalStrategy steps one: "
                                  f"give it several parameter groups, or train the other module in a Trainer of its own")
             optimizer = optimizers[0]
-        self.engine = shoal.initialize(model=self.lightning_module, optimizer=optimizer,
-                                       config=self._configuration(trainer, fitting=fitting))[0]
-        self.model = self.engine
+        engine = shoal.initialize(model=self.lightning_module, optimizer=optimizer, config=self._configuration(trainer))[0]
+        self.engine = self.model = engine
         self.optimizers = [] if optimizer is None else [optimizer]
         self.setup_precision_plugin()
+        self.precision_plugin.leave_clipping_to_engine(engine.gradient_clipping())
         self.barrier()
 
-    def _configuration(self, trainer: Any, *, fitting: bool) -> dict[str, Any]:
+    def _configuration(self, trainer: Any) -> dict[str, Any]:
         """Return the configuration: the strategy's sections, and what the Trainer was given."""
+        norm = trainer.gradient_clip_val
+        if norm is None:
+            norm = self._sections.get("gradient_clipping", 0.0)
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise UsageError("gradient_clip_algorithm: got 'value'; the engine clips by the global norm: choose 'norm'")
+            if self._sections["zero_optimization"]["stage"] == 3:
+                raise UsageError("gradient_clip_algorithm: got 'value'; stage 3 clips by the global norm: choose 'norm', or "
+                                 "a stage from 0 to 2")
+            norm = 0.0
         return {"train_micro_batch_size_per_gpu": 1, **self._sections, **SECTIONS[str(self.precision_plugin.precision)],
-                "gradient_accumulation_steps": trainer.accumulate_grad_batches if fitting else 1,
-                "gradient_clipping": float(trainer.gradient_clip_val or 0.0)}
+                "gradient_accumulation_steps": 1,  # Lightning calls the step where an accumulation ends
+                "gradient_clipping": float(norm)}
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None]:
@@ -142,10 +162,16 @@ class ShoalStrategy(DDPStrategy):
         with shoal.zero.Init(config=self._sections, enabled=enabled):
             yield
 
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """True: the engine counts the batches of a step."""
-        return True
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Run a microbatch that does not end a step: stages 0 and 1 reduce nothing in it."""
+        assert self.engine is not None
+        self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+            self.engine.step()  # counts the microbatch
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
 
     # Checkpoints
 

@@ -332,7 +332,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         return None if is_guarded(param) else param.grad
     gradient = state.full(GRADIENT)
     if gradient is None and param not in _STAGE_3 and state.unit.stage in (STAGES[1], STAGES[2]):
-        raise UsageError(f"{state.slot.name}: there is no gradient now; read it after backward and before step")
+        raise UsageError(f"{state.slot.name}: there is no gradient now; read it after backward and before step, at stage 1 "
+                         f"after the last backward of an accumulation, which reduces it")
     return gradient
 
 

@@ -63,6 +63,7 @@ class BackwardHooks:
         # Gradients that hooks of scripts have not seen yet
         self._collect_later: list[tuple[TrainableUnit, int, nn.Parameter]] = []
         self._within_forward = False
+        self._collected = False  # the present pass gave parameters gradients, as `autograd.grad` does not
         self.grads = ReadableGrads([unit for found in units.values() for unit in found])
         self._shows_grads = not explicit_passes
 
@@ -124,7 +125,7 @@ class BackwardHooks:
             return
         self._pass = _DETACHED  # set first: if a check below raises, `interrupt` must find a pass
         # The forward itself calls autograd.grad, e.g. for forces in molecular dynamics
-        self._within_forward = self._scope.is_open
+        self._within_forward, self._collected = self._scope.is_open, False
         self._scope.open(self)
         self._passes += 1
         self._task = graph_task()
@@ -182,6 +183,7 @@ class BackwardHooks:
                 self._collect_later.append((unit, slot, parameter))
                 return
         unit.check_not_stepped()
+        self._collected = True
         if collect(unit, slot, parameter, nested=graph_task() != self._task):
             self._done(unit)
             self.reducer.completed(unit.gradient)
@@ -220,7 +222,7 @@ class BackwardHooks:
             self._done(unit)
         self._entered = []
         if self._shows_grads and self._pass is not None:
-            self.grads.open(self._pass.grad_refusal, shown=not self._within_forward)
+            self.grads.open(self._pass.grad_refusal, shown=self._collected or not self._within_forward)
         self._pass = None
         self._scope.close(self)
         if not self._scope.is_open:

@@ -5,8 +5,8 @@
     before it is reduced           not on several ranks: within an accumulation at stages 0 and 1, and after `no_sync`
 
 The engine takes every gradient from the attribute as autograd writes it. So from the end of a pass to the step the attribute
-that a script sees is another one (grad_attribute.py). A forward sees plain parameters, for which compiled code was made.
-Where the gradient is not available, reading it raises an error that says what to call.
+that a script sees is another one (grad_attribute.py). A forward begins with plain parameters, for which compiled code was
+made. Where the gradient is not available, reading it raises an error that says what to call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReadableGrads:
     def open(self, refusal: str, *, shown: bool) -> None:
         """Let scripts read the gradients of the pass that has ended; with a `refusal` raise it where they do.
 
-        A pass within a forward is not `shown` before that ends.
+        One that is not `shown` yet is at the end of the forward that calls it: `autograd.grad`, for forces.
         """
         self._refusal = refusal
         if shown:
