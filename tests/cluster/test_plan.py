@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 from pathlib import Path
 
@@ -175,13 +176,18 @@ def test_what_ssh_says_is_explained(line: str, meaning: str) -> None:
 
 
 def test_lines_of_ranks_keep_their_bytes_and_their_order(tmp_path: Path) -> None:
-    lines: list[bytes] = []
-    streams = RankStreams(str(tmp_path), lambda line: lines.append(os.fsencode(line.text)))
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    streams = RankStreams(str(tmp_path), lambda line: lines.put(os.fsencode(line.text)))
     with open(streams.open(3, 0, "out"), "wb", buffering=0) as pipe:
         for part in (b"a\xff", b"b\nprogress 1\rprogress 2\r\nla", b"st"):
             pipe.write(part)
+    assert [lines.get() for _ in range(4)] == [b"a\xffb", b"progress 1", b"progress 2", b"last"]
+    with open(streams.open(3, 1, "out"), "wb", buffering=0) as pipe:  # the next attempt: no other pipe is open
+        pipe.write(b"again\r")
+        assert lines.get() == b"again"
+        pipe.write(b"\nend")
     streams.close()
-    assert lines == [b"a\xffb", b"progress 1", b"progress 2", b"last"]
+    assert lines.get() == b"end" and lines.empty()
 
 
 def test_a_name_that_is_no_filter_is_an_error_of_hosts() -> None:

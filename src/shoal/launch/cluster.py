@@ -21,7 +21,7 @@ from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
 from shoal.launch.complaints import explain
-from shoal.launch.console import counted, print_line, print_status
+from shoal.launch.console import RankLogs, counted, print_line, print_status
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
 from shoal.launch.job import ClusterJob
@@ -42,7 +42,6 @@ from shoal.launch.protocol import (
     Status,
 )
 from shoal.launch.starting import Closed, Connected, Ended, ErrorLine, HostEvent, Starter
-from shoal.launch.streams import RankLogs
 
 __all__ = ["Cluster", "Node", "run_job"]
 
