@@ -14,7 +14,8 @@ import pytest
 
 from shoal.recording.page import RankPage, TrainingPhase, phase_of, read
 from shoal.resilience import watch
-from shoal.resilience.watch import StallKind, Watch, process
+from shoal.resilience.processes import process
+from shoal.resilience.watch import StallKind, Watch
 
 SLEEPER = "import time; time.sleep(1000)"
 SPINNER = "while True: pass"

@@ -18,6 +18,7 @@ from rich.table import Table
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import facts, selection
 from shoal.launch.cluster import Cluster, Node
+from shoal.launch.orphans import exit_on_signals
 from shoal.launch.protocol import AskTime, Down, Listen, Listening, Measure, Measured, Message, Signal, Time
 
 __all__ = ["add_arguments", "main"]
@@ -53,6 +54,7 @@ def main(args: argparse.Namespace) -> int:
     """Examine the hosts; return 0 if nothing is wrong, else 1."""
     if not selection.asks_for_hosts(args):
         raise UsageError("name the hosts: --hostfile FILE, --hosts LIST, or --launcher slurm")
+    exit_on_signals()
     nodes = None if args.nodes is None else (args.nodes, args.nodes)
     chosen = selection.select(args, nodes=nodes, ranks=args.ranks, variables={})
     with chosen.cluster(None) as cluster, cluster:

@@ -21,7 +21,7 @@ from shoal.launch.job_record import JobRecord, read_record
 from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
 from shoal.recording.page import Reading, read
-from shoal.resilience.watch import Process, process
+from shoal.resilience.processes import Process, process
 from shoal.version import __version__
 
 __all__ = ["REPORT", "add_arguments", "jobs", "main", "page_of"]

@@ -11,7 +11,6 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import tempfile
 
@@ -20,7 +19,7 @@ from shoal.launch import cluster, selection
 from shoal.launch.console import Terminal
 from shoal.launch.cores import parse_cpu_list
 from shoal.launch.launch_plan import MODES, LaunchPlan, check_target
-from shoal.launch.orphans import MARK, Guardian, memory_folder
+from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams
 
 __all__ = ["add_arguments", "main"]
 
@@ -66,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the ranks to completion; return 0, the exit code of the rank that failed first, or 128 + signal number."""
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    open_streams()
+    exit_on_signals()
     plan = read_plan(args)
     if selection.asks_for_hosts(args):
         return _run_on_hosts(args, plan)
@@ -80,13 +80,13 @@ def main(args: argparse.Namespace) -> int:
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-run-")
     try:
-        with Guardian(mark, folder):
+        with Guardian(mark, folder) as guardian:
             os.environ.update({**variables, MARK: mark})
             if plan.core_list:
                 os.sched_setaffinity(0, plan.core_list)
             from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
 
-            return launch(plan, mark, folder, Terminal(plan.log_dir))
+            return launch(plan, guardian, Terminal(plan.log_dir))
     finally:
         for each in (folder, memory_folder(mark)):
             shutil.rmtree(each, ignore_errors=True)
@@ -108,10 +108,6 @@ def _run_on_hosts(args: argparse.Namespace, plan: LaunchPlan) -> int:
 def _program(plan: LaunchPlan) -> str:
     words = {"script": ["python", plan.target], "module": ["python", "-m", plan.target], "program": [plan.target]}[plan.kind]
     return shlex.join([*words, *plan.args])
-
-
-def _exit_on_signal(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def read_plan(args: argparse.Namespace) -> LaunchPlan:
