@@ -1,7 +1,9 @@
 """`shoal run` with real processes: the environment of the ranks, exit codes and signals, and no orphans."""
 
 import os
+import re
 import signal
+import socket
 import sys
 import zipfile
 
@@ -226,6 +228,16 @@ for line in range(10000):  # more than pipes hold
     assert err.count("rank0.err cannot be written: No space left on device") == 1
     assert "lost" * 10 in err
     assert len((tmp_path / "logs" / "rank0.out").read_text().splitlines()) == 10001
+
+
+def test_a_core_or_a_port_that_cannot_be_had_is_refused(run, script, free_port):
+    code, _, err = run("--ranks", "1", "--core-list", "0,65000", script("")).end()
+    assert code == 2
+    assert re.search(r"^shoal run: --core-list: \S+ has no core 65000 for this job; choose from \d", err, re.MULTILINE), err
+    with socket.create_server(("127.0.0.1", free_port)):
+        code, _, err = run("--ranks", "1", "--port", str(free_port), script("")).end()
+    assert code == 2
+    assert re.search(rf"^shoal run: --port: port {free_port} of \S+ cannot be opened: .*; choose another", err, re.MULTILINE), err
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_refused(run, script):

@@ -90,7 +90,7 @@ def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: Clus
     except SignalException as stop:
         return 128 + stop.sigval
     except RendezvousError as error:
-        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {error}") from error
+        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {_first_line(error)}") from error
     finally:
         files.close()
 
@@ -341,7 +341,11 @@ class Agent(LocalElasticAgent):
             record = read_record(Path(self._memory))
             if self.plan.log_dir is not None and record is not None and self.plan.nodes == (1, 1):
                 page = page_of(Path(self._memory), record, with_stacks=False)
-                Path(self.plan.log_dir, REPORT).write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n")
+                try:
+                    Path(self.plan.log_dir, REPORT).write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n",
+                                                               encoding="utf-8", errors="backslashreplace")
+                except OSError as error:
+                    self.console.status(f"shoal run: {self.plan.log_dir}/{REPORT} cannot be written: {error.strerror}")
 
 
 class SingleNodeRendezvous(RendezvousHandler):
@@ -355,7 +359,11 @@ class SingleNodeRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store of the next attempt, on the given port or one that the system chooses."""
         self._server = None  # a given port is free again for the next attempt
-        self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+        try:
+            self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+        except RuntimeError as error:
+            raise LaunchError(f"--port: port {self.port} of {socket.gethostname()} cannot be opened: {_first_line(error)}; "
+                              "choose another, or leave it out for a free one") from error
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._server.port))
 
     @property
@@ -442,6 +450,11 @@ def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreSh
                        "uses one thread")
     shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error of torch says, without the stack of its libraries."""
+    return str(error).partition("Exception raised from")[0].strip().partition("\n")[0]
 
 
 def _is_loopback(host: str) -> bool:

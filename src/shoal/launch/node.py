@@ -26,6 +26,7 @@ from shoal.errors import LaunchError
 from shoal.launch import facts, measuring
 from shoal.launch.addresses import connect, own_addresses
 from shoal.launch.console import Remote
+from shoal.launch.cores import restrict
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan, check_target
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder
@@ -222,8 +223,7 @@ def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, guardia
     check_target(plan)
     slots = job.hosts[node].slots
     os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(len(job.hosts)))
-    if plan.core_list:
-        os.sched_setaffinity(0, plan.core_list)
+    restrict(plan.core_list)
     from shoal.device import VISIBLE_DEVICES  # torch may start threads, so after the guardian's fork
     from shoal.launch.agent import launch
     from shoal.launch.meeting import ClusterRendezvous
