@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from shoal.cluster.launchers import LAUNCHERS, Start, find, refuse_nested
 from shoal.errors import HostsError, LaunchError
 from shoal.launch import facts
 from shoal.launch.cli import main
+from shoal.launch.cluster import Cluster, run_job
 from shoal.launch.complaints import explain
 from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.protocol import Exited, Hello, HostProblem
+from shoal.launch.starting import HostEvent, Starter
 from shoal.launch.streams import RankStreams
 
 HOSTS = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2))]
@@ -55,7 +59,7 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--hosts a x.py", "--hosts: a names no slot; write a:0,1 for two ranks"),
     ("--hosts a:0,1,0 x.py", "--hosts: a names slot 0 twice; a slot is the place of one rank"),
     ("--hosts a:0 --include @ x.py", "--include: got '@', which names no host; write NAME"),
-    ("--hosts a:0 --launcher-args ' x.py", "--launcher-args: got \"'\": No closing quotation; quote its words as in a shell"),
+    ("--hosts a:0 --launcher-args ' x.py", "--launcher-args: got \"'\": No closing quotation; quote its words"),
     ("--hosts a:0 --ssh-port 70000 x.py", "--ssh-port: got 70000; choose 1 to 65535"),
     ("--hosts a:0 --lost-after nan x.py", "--lost-after: got nan; choose 3 seconds or more"),
     ("--core-list 3-1 x.py", "--core-list: got '3-1', which is no core; write the smaller number of a range first"),
@@ -165,6 +169,18 @@ def test_variables_of_another_job_are_refused() -> None:
     with pytest.raises(LaunchError, match="first host a: PDSH_RCMD_TYPE=rsh is set, and Shoal starts hosts by ssh; unset"):
         refuse_nested(LAUNCHERS["pdsh"], {"PDSH_RCMD_TYPE": "rsh"}, ["a"])
     refuse_nested(LAUNCHERS["ssh"], {"PMI_RANK": "3", "PDSH_RCMD_TYPE": "rsh"}, ["a"])
+
+
+def test_what_hosts_say_before_all_have_started_is_heard(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in "ab"), environment={},
+                     folder=str(tmp_path), plan=None, least=2, quiet=20.0)
+    starter = Starter(LAUNCHERS["ssh"], [], {}, None)
+    for node, name in enumerate("ab"):
+        hello = Hello(node=node, host=name, pid=1, facts=asdict(facts.gather(str(tmp_path))))
+        for message in (hello, HostProblem(text=f"no herring on {name}"), Exited(code=1)):
+            starter.events.put(HostEvent(node=node, message=message))
+    assert run_job(Cluster(starter, job, "ssh"), None, 0.0) == 2
+    assert capsys.readouterr().err.splitlines() == ["shoal run: a: no herring on a", "shoal run: b: no herring on b"]
 
 
 def test_a_job_is_the_same_after_its_travel() -> None:

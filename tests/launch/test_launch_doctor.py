@@ -102,7 +102,8 @@ def test_a_report_survives_copies_that_go_and_text_that_is_none(run, script, tmp
     (tmp_path / "link").symlink_to(gone)
     (tmp_path / "file").write_bytes(b"four")
     assert doctor._bytes(tmp_path) == 4
-    code, _, err = run("--ranks", "1", "--log-dir", str(tmp_path / "logs"), script(r"raise ValueError('her\udcffring')")).end()
+    target = script(r"raise ValueError('her\udcffring')")
+    code, _, err = run("--ranks", "1", "--log-dir", str(tmp_path / "logs"), target).end()
     assert code == 1
     assert "Traceback" not in err.replace("Traceback (most recent call last):\n  File", "", 1)
     assert r"her\udcffring" in (tmp_path / "logs" / REPORT).read_text()

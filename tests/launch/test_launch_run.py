@@ -237,7 +237,7 @@ def test_a_core_or_a_port_that_cannot_be_had_is_refused(run, script, free_port):
     with socket.create_server(("127.0.0.1", free_port)):
         code, _, err = run("--ranks", "1", "--port", str(free_port), script("")).end()
     assert code == 2
-    assert re.search(rf"^shoal run: --port: port {free_port} of \S+ cannot be opened: .*; choose another", err, re.MULTILINE), err
+    assert re.search(rf"^shoal run: --port: port {free_port} of \S+ cannot be opened: .*; choose ", err, re.MULTILINE), err
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_refused(run, script):

@@ -63,9 +63,9 @@ def parse_lines(lines: Iterable[str], source: str = "Hostfile") -> list[Host]:
 def _check_host(where: str, name: str, slots: int) -> None:
     """Raise `HostsError` for a name that a launcher would take for something else, and for too many slots."""
     if re.fullmatch(r"\w[\w.+-]*", name) is None:
-        raise HostsError(f"{where}: {name} is no name of a host; it has letters, digits, _ . - and +, and begins with none of "
-                         "the last three; give an IPv6 address, a user or a port a name in ~/.ssh/config (Host, HostName, "
-                         "User, Port)")
+        raise HostsError(f"{where}: {name} is no name of a host; it has letters, digits, _ . - and +, and begins with none "
+                         "of the last three; give an IPv6 address, a user or a port a name in ~/.ssh/config (Host, "
+                         "HostName, User, Port)")
     if slots > MOST_SLOTS:
         raise HostsError(f"{where}: {name} has {slots} slots; choose at most {MOST_SLOTS}")
 

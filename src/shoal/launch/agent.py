@@ -360,7 +360,8 @@ class SingleNodeRendezvous(RendezvousHandler):
         """Open the store of the next attempt, on the given port or one that the system chooses."""
         self._server = None  # a given port is free again for the next attempt
         try:
-            self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+            self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False,
+                                    timeout=timedelta(minutes=5))
         except RuntimeError as error:
             raise LaunchError(f"--port: port {self.port} of {socket.gethostname()} cannot be opened: {_first_line(error)}; "
                               "choose another, or leave it out for a free one") from error

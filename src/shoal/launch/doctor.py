@@ -51,7 +51,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         page = page_of(folder, record, with_stacks=args.stacks)
     except FileNotFoundError:
-        raise UsageError(f"the job {record.job} has ended meanwhile; give the folder of its logs (shoal run --log-dir)") from None
+        raise UsageError(f"the job {record.job} has ended meanwhile; give the folder of its logs (shoal run --log-dir)"
+                         ) from None
     print(page)
     for line in recorded():
         print(f"kernels.linear 'auto': {line}")

@@ -64,6 +64,7 @@ LAST = 15.0
 
 def main(argv: list[str]) -> int:
     """Serve the job in the open file `argv[1]` as host `argv[2]`."""
+    exit_on_signals((signal.SIGTERM, signal.SIGINT), also_ignored=True)  # they come from the launcher
     with os.fdopen(int(argv[1]), "rb") as file:
         job = ClusterJob.decode(file.read())
     node = int(argv[2])
@@ -219,7 +220,6 @@ def _dial(job: ClusterJob) -> Channel:
 
 def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, guardian: Guardian) -> int:
     """Run the ranks of this host to their end, and return their exit code."""
-    exit_on_signals((signal.SIGTERM, signal.SIGINT), also_ignored=True)  # they come from the launcher
     check_target(plan)
     slots = job.hosts[node].slots
     os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(len(job.hosts)))

@@ -176,9 +176,9 @@ def select(args: argparse.Namespace, *, nodes: tuple[int, int] | None, ranks: in
         counts = ", ".join(f"{host.name} {len(host.slots)}" for host in hosts)
         raise HostsError(f"--launcher {launcher.name} needs equally many slots on every host, got {counts}; give --ranks N, "
                          "or use --launcher ssh")
-    return Selection(hosts=tuple(hosts), launcher=launcher, args=split_words("--launcher-args", args.launcher_args), setup=args.setup,
-                     ssh_port=args.ssh_port, environment={**_exported(args.export), **variables}, anywhere=anywhere,
-                     least=len(hosts) if nodes is None or not shrinks else nodes[0], quiet=quiet)
+    return Selection(hosts=tuple(hosts), launcher=launcher, args=split_words("--launcher-args", args.launcher_args),
+                     setup=args.setup, ssh_port=args.ssh_port, environment={**_exported(args.export), **variables},
+                     anywhere=anywhere, least=len(hosts) if nodes is None or not shrinks else nodes[0], quiet=quiet)
 
 
 def split_words(option: str, text: str) -> tuple[str, ...]:
