@@ -141,8 +141,10 @@ def print_status(text: str) -> None:
     _write(sys.stderr, f"{text}\n".encode(errors="backslashreplace"))
 
 
-def _write(stream: TextIO, data: bytes) -> None:
+def _write(stream: TextIO | None, data: bytes) -> None:
     """Write to a stream. One whose reader is gone, or whose disk is full, leads nowhere afterwards; stderr says so."""
+    if stream is None:  # it was closed when this process began
+        return
     try:
         stream.flush()
         try:

@@ -125,8 +125,6 @@ def open_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  open until exit
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115  open until exit
 
 
 def sweep(mark: str, seconds: float) -> None:
