@@ -1,5 +1,9 @@
 """The file that carries a job to its hosts, with this machine as the only host."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,20 @@ def test_the_file_is_gone_once_every_host_has_read_it(monkeypatch: pytest.Monkey
         assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
         with cluster:
             assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_file_is_gone_where_a_signal_ends_the_start(tmp_path: Path, number: signal.Signals) -> None:
+    """`pdsh` is a program here that never starts a host."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pdsh").write_text(f"#!/bin/sh\nkill -{number} $PPID\nexec sleep 10000\n")
+    (tmp_path / "bin" / "pdsh").chmod(0o755)
+    (tmp_path / "work").mkdir()
+    done = subprocess.run([sys.executable, "-m", "shoal", "run", "--hosts", "a:0", "--launcher", "pdsh", __file__],
+                          env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}, cwd=tmp_path / "work",
+                          capture_output=True, check=False, timeout=300)
+    assert done.returncode == 128 + number
+    assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_the_file_is_gone_where_a_host_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

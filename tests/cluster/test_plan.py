@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,13 @@ from shoal.cluster.launchers import LAUNCHERS, Start, find, refuse_nested
 from shoal.errors import HostsError, LaunchError
 from shoal.launch import facts
 from shoal.launch.cli import main
+from shoal.launch.cluster import Cluster, run_job
 from shoal.launch.complaints import explain
 from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.protocol import Exited, Hello, HostProblem
+from shoal.launch.starting import HostEvent, Starter
 from shoal.launch.streams import RankStreams
 
 HOSTS = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2))]
@@ -32,7 +37,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("a slots=2\n\na slots=1\n", "line 3: Hostfile contains multiple entries for a; write one line with all its slots"),
     ("a slots=0\n", "line 1: a has slots=0; give it at least one, or remove the line"),
     ("a\n", "line 1: Hostfile contains a bad entry: a; write `NAME slots=N`"),
-    ("a:1 slots=2\n", "line 1: a:1 is no name of a host; it may not begin with - nor contain @ , or :"),
+    ("fe80::1 slots=2\n", "line 1: fe80::1 is no name of a host; it has letters, digits, _ . - and +"),
+    ("a[0-1] slots=2\n", "line 1: a[0-1] is no name of a host"),
+    ("a slots=100000\n", "line 1: a has 100000 slots; choose at most 4096"),
     ("-oProxyCommand=x slots=2\n", "line 1: -oProxyCommand=x is no name of a host"),
     ("# none\n", "Hostfile is empty; write lines of `NAME slots=N`"),
 ])  # fmt: skip
@@ -50,6 +57,12 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--hosts a:0 --exclude a:1 x.py", "--exclude: No slot '1' specified on host 'a', which has 0"),
     ("--hosts a:0 --exclude a x.py", "--exclude: no slot is left to run on; exclude fewer"),
     ("--hosts a x.py", "--hosts: a names no slot; write a:0,1 for two ranks"),
+    ("--hosts a:0,1,0 x.py", "--hosts: a names slot 0 twice; a slot is the place of one rank"),
+    ("--hosts a:0 --include @ x.py", "--include: got '@', which names no host; write NAME"),
+    ("--hosts a:0 --launcher-args ' x.py", "--launcher-args: got \"'\": No closing quotation; quote its words"),
+    ("--hosts a:0 --ssh-port 70000 x.py", "--ssh-port: got 70000; choose 1 to 65535"),
+    ("--hosts a:0 --lost-after nan x.py", "--lost-after: got nan; choose 3 seconds or more"),
+    ("--core-list 3-1 x.py", "--core-list: got '3-1', which is no core; write the smaller number of a range first"),
     ("--hosts a:x x.py", "got 'a:x': invalid literal in a filter; write NAME[:SLOT[,SLOT...]] joined by @"),
     ("--hosts a:0 --nodes 2 x.py", "--nodes: got 2, but there are 1 hosts: a"),
     ("--hosts a:0 --nodes 1:2 x.py", "--nodes 1:2: to go on with fewer hosts is a restart, and none is allowed; give "),
@@ -70,6 +83,26 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
     assert f"shoal run: {message}" in refused(capsys, *words.split())
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--hosts a:0 --nodes -1", "--nodes: got -1; choose 1 or more"),
+    ("--hosts a:0 --ranks 0", "--ranks: got 0; choose 1 or more"),
+    ("--hosts a:0 --seconds nan", "--seconds: got nan; choose more than 0, up to 10"),
+])  # fmt: skip
+def test_an_examination_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert main(["check-cluster", *words.split()]) == 2
+    assert f"shoal check-cluster: {message}" in capsys.readouterr().err
+
+
+def test_the_mark_of_an_encoding_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa slots=1\n")
+    assert hostfile.read(tmp_path / "hosts") == [Host(name="a", slots=(0,))]
+
+
+def test_the_percent_signs_of_a_path_are_not_placeholders_of_pdsh() -> None:
+    start = Start(hosts=("a",), command=("python", "/my %h/job"))
+    assert LAUNCHERS["pdsh"].render("pdsh", start)[0][-1] == "exec python '/my %%h/job' %n"
 
 
 def test_lines_that_end_in_cr_lf_are_read_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -138,6 +171,18 @@ def test_variables_of_another_job_are_refused() -> None:
     refuse_nested(LAUNCHERS["ssh"], {"PMI_RANK": "3", "PDSH_RCMD_TYPE": "rsh"}, ["a"])
 
 
+def test_what_hosts_say_before_all_have_started_is_heard(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in "ab"), environment={},
+                     folder=str(tmp_path), plan=None, least=2, quiet=20.0)
+    starter = Starter(LAUNCHERS["ssh"], [], {}, None)
+    for node, name in enumerate("ab"):
+        hello = Hello(node=node, host=name, pid=1, facts=asdict(facts.gather(str(tmp_path))))
+        for message in (hello, HostProblem(text=f"no herring on {name}"), Exited(code=1)):
+            starter.events.put(HostEvent(node=node, message=message))
+    assert run_job(Cluster(starter, job, "ssh"), None, 0.0) == 2
+    assert capsys.readouterr().err.splitlines() == ["shoal run: a: no herring on a", "shoal run: b: no herring on b"]
+
+
 def test_a_job_is_the_same_after_its_travel() -> None:
     plan = LaunchPlan(kind="script", target="x.py", args=("a b", "\udcff"), ranks=None, nodes=(2, 2), rendezvous=None,
                       hosts_rendezvous=None, job="j", max_restarts=1, log_dir=None, bind_cores=True, grace=1.0,
@@ -172,16 +217,22 @@ def test_a_host_of_another_version_is_named_with_the_remedy() -> None:
 ])  # fmt: skip
 def test_what_ssh_says_is_explained(line: str, meaning: str) -> None:
     assert explain(["Warning: noise", line]).startswith(meaning)
+    assert meaning in explain([f"node1: {line}", "pdsh@here: node1: ssh exited with exit code 3"])
 
 
 def test_lines_of_ranks_keep_their_bytes_and_their_order(tmp_path: Path) -> None:
-    lines: list[bytes] = []
-    streams = RankStreams(str(tmp_path), lambda line: lines.append(os.fsencode(line.text)))
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    streams = RankStreams(str(tmp_path), lambda line: lines.put(os.fsencode(line.text)))
     with open(streams.open(3, 0, "out"), "wb", buffering=0) as pipe:
         for part in (b"a\xff", b"b\nprogress 1\rprogress 2\r\nla", b"st"):
             pipe.write(part)
+    assert [lines.get() for _ in range(4)] == [b"a\xffb", b"progress 1", b"progress 2", b"last"]
+    with open(streams.open(3, 1, "out"), "wb", buffering=0) as pipe:  # the next attempt: no other pipe is open
+        pipe.write(b"again\r")
+        assert lines.get() == b"again"
+        pipe.write(b"\nend")
     streams.close()
-    assert lines == [b"a\xffb", b"progress 1", b"progress 2", b"last"]
+    assert lines.get() == b"end" and lines.empty()
 
 
 def test_a_name_that_is_no_filter_is_an_error_of_hosts() -> None:

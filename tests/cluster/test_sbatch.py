@@ -91,6 +91,8 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_submitted_again(slurm, tmp_p
 @pytest.mark.parametrize(("words", "message"), [
     (["--ranks", "0", "x.py"], "--ranks: got 0; choose 1 or more"),
     (["--ranks", "1", "--name", "a\nb", "x.py"], "--name: got 'a\\nb'; a directive is one line"),
+    (["--ranks", "1", "--run-args", "'", __file__], "--run-args: got \"'\": No closing quotation; quote its words"),
+    (["--ranks", "1", "--output", "/no/such", __file__], "--output /no/such: cannot be written: No such file or directory"),
     (["--ranks", "1", "no-such.py"], "no script 'no-such.py' in "),
 ])  # fmt: skip
 def test_a_script_that_cannot_be_is_refused(capsys, words, message):
@@ -100,7 +102,8 @@ def test_a_script_that_cannot_be_is_refused(capsys, words, message):
 
 def test_words_are_quoted_in_the_script(capsys, tmp_path):
     (tmp_path / "a b.py").touch()
-    assert main(["sbatch", "--ranks", "1", str(tmp_path / "a b.py"), "$x"]) == 0
+    assert main(["sbatch", "--ranks", "1", "--name", 'a "b"', str(tmp_path / "a b.py"), "$x"]) == 0
     text = capsys.readouterr().out
+    assert '#SBATCH --job-name="a \\"b\\""\n#SBATCH --nodes=1\n' in text
     assert f"'{tmp_path}/a b.py' '$x' &" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0

@@ -69,6 +69,7 @@ def test_the_command_line_does_not_import_torch():
      "--node-rank: it selects the node that hosts the rendezvous; give --rendezvous HOST:PORT too"),
     (["--rendezvous", "node0", "x.py"], "--rendezvous: got 'node0'; write HOST:PORT, such as node0:29500"),
     (["--max-restarts", "-1", "x.py"], "--max-restarts: got -1; choose 0 (never restart) or more"),
+    (["--grace", "inf", "x.py"], "--grace: got inf seconds; choose 0 (kill at once) or more, up to 1e+09"),
     (["--grace", "-1", "x.py"], "--grace: got -1 seconds; choose 0 (kill at once) or more"),
     (["--module", "--no-python", "x"], "--module and --no-python: SCRIPT cannot be both a Python module and a program"),
     (["--no-python", "no-such-program"], "no program 'no-such-program' on the path or in "),

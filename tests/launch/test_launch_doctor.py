@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from shoal.errors import UsageError
+from shoal.launch import doctor
 from shoal.launch.cli import main
 from shoal.launch.doctor import REPORT
 
@@ -69,8 +70,6 @@ def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys,
     assert main(["doctor", "herring", "--no-stacks"]) == 0
     assert "stacks of" not in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"there are .*herring"):
-        from shoal.launch import doctor
-
         doctor._find("mackerel")
     launch.kill()
 
@@ -88,10 +87,26 @@ def test_doctor_reads_the_report_that_a_failed_job_left(run, script, tmp_path, c
 
 
 def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):
+    for target in ("a" * 300, ""):
+        assert main(["doctor", target]) == 2
+        assert f"no job, process or folder {target!r} on" in capsys.readouterr().err
     assert main(["doctor", "no-such-job"]) == 2
     assert "no job, process or folder 'no-such-job' on" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
     assert "no job with these logs has failed" in capsys.readouterr().err
+
+
+def test_a_report_survives_copies_that_go_and_text_that_is_none(run, script, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    assert doctor._bytes(gone) == 0
+    (tmp_path / "link").symlink_to(gone)
+    (tmp_path / "file").write_bytes(b"four")
+    assert doctor._bytes(tmp_path) == 4
+    target = script(r"raise ValueError('her\udcffring')")
+    code, _, err = run("--ranks", "1", "--log-dir", str(tmp_path / "logs"), target).end()
+    assert code == 1
+    assert "Traceback" not in err.replace("Traceback (most recent call last):\n  File", "", 1)
+    assert r"her\udcffring" in (tmp_path / "logs" / REPORT).read_text()
 
 
 def test_a_killed_rank_costs_only_the_steps_since_the_last_copy(run, script, tmp_path):

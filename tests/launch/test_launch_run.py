@@ -1,11 +1,15 @@
 """`shoal run` with real processes: the environment of the ranks, exit codes and signals, and no orphans."""
 
 import os
+import re
 import signal
+import socket
 import sys
 import zipfile
 
 import pytest
+
+from shoal.resilience.processes import process
 
 ALL_REDUCE = """
 import os, sys, torch, torch.distributed as dist
@@ -120,6 +124,26 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_process(run, script):
     launch.wait_until_gone()
 
 
+def test_a_child_with_an_environment_of_its_own_does_not_outlive_the_run(run, script):
+    launch = run("--ranks", "1", script("""
+import subprocess
+child = subprocess.Popen(["sleep", "10000"], env={}, start_new_session=True)
+print(child.pid)
+"""))
+    code, out, err = launch.end()
+    assert code == 0, err
+    left = process(int(out))
+    assert left is None or left.state == "Z"
+
+
+def test_a_launch_whose_standard_streams_are_closed_runs(start, script, tmp_path):
+    target = script("import sys; print('I am'); open(sys.argv[1], 'w').write('here')")
+    code, _, _ = start("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "shoal", "run", "--ranks", "1",
+                       target, str(tmp_path / "end")).end()
+    assert code == 0
+    assert (tmp_path / "end").read_text() == "here"
+
+
 def test_a_killed_launcher_leaves_no_process(start, script):
     launch = start(sys.executable, "-m", "shoal", "run", "--ranks", "2", script(FAMILY))
     launch.read(4)
@@ -182,6 +206,44 @@ def test_log_dir_writes_a_file_per_rank_beside_the_live_output(run, script, tmp_
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[rank 0] I am 0", "[rank 1] I am 1"]
     assert [(tmp_path / "logs" / f"rank{rank}.out").read_text() for rank in range(2)] == ["I am 0\n", "I am 1\n"]
+
+
+@pytest.mark.parametrize("where", [("--ranks", "1"), ("--hosts", "localhost:0")], ids=["here", "hosts"])
+def test_a_job_goes_on_where_its_output_or_its_logs_cannot_be_written(run, script, tmp_path, where):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.err").symlink_to("/dev/full")
+    launch = run(*where, "--log-dir", str(tmp_path / "logs"), script("""
+import sys
+print("begun", flush=True)
+sys.stdin.readline()
+print("lost" * 10, file=sys.stderr)
+for line in range(10000):  # more than pipes hold
+    print("line", line, "." * 60)
+"""))
+    assert launch.read(1)[0].endswith("begun")
+    launch.out.close()
+    code, err = launch.wait(), launch.err.read()
+    assert code == 0, err
+    assert err.count("the standard output cannot be written: Broken pipe") == 1
+    assert err.count("rank0.err cannot be written: No space left on device") == 1
+    assert "lost" * 10 in err
+    assert len((tmp_path / "logs" / "rank0.out").read_text().splitlines()) == 10001
+
+
+def test_a_core_or_a_port_that_cannot_be_had_is_refused(run, script, free_port):
+    code, _, err = run("--ranks", "1", "--core-list", "0,65000", script("")).end()
+    assert code == 2
+    assert re.search(r"^shoal run: --core-list: \S+ has no core 65000 for this job; choose from \d", err, re.MULTILINE), err
+    with socket.create_server(("127.0.0.1", free_port)):
+        code, _, err = run("--ranks", "1", "--port", str(free_port), script("")).end()
+    assert code == 2
+    assert re.search(rf"^shoal run: --port: port {free_port} of \S+ cannot be opened: .*; choose ", err, re.MULTILINE), err
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_refused(run, script):
+    code, _, err = run("--ranks", "1", "--log-dir", __file__, script("")).end()
+    assert code == 2
+    assert f"shoal run: --log-dir {__file__}: the folder cannot be made: File exists; give another" in err
 
 
 def test_a_module_runs_as_main_with_the_working_folder_on_its_path(run, tmp_path):

@@ -15,6 +15,8 @@ from shoal.errors import HostsError
 
 __all__ = ["Host", "excluded", "first", "included", "limited", "parse_filter", "parse_hosts", "parse_lines", "read"]
 
+MOST_SLOTS = 4096
+"""Slots that one host may have: more are a slip of the pen."""
 FILTER = "write NAME[:SLOT[,SLOT...]] joined by @, such as node0@node1:0,2"
 
 
@@ -29,7 +31,7 @@ class Host:
 def read(path: Path) -> list[Host]:
     """Read a hostfile. Raises `HostsError` naming the file and the line."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise HostsError(f"{path}: cannot be read as a hostfile: {reason}; write lines of `NAME slots=N`") from None
@@ -51,12 +53,21 @@ def parse_lines(lines: Iterable[str], source: str = "Hostfile") -> list[Host]:
             raise HostsError(f"{where}: Hostfile contains multiple entries for {name}; write one line with all its slots")
         if slots == 0:
             raise HostsError(f"{where}: {name} has slots=0; give it at least one, or remove the line")
-        if name.startswith("-") or set(name) & set("@,:"):
-            raise HostsError(f"{where}: {name} is no name of a host; it may not begin with - nor contain @ , or :")
+        _check_host(where, name, slots)
         counts[name] = slots
     if not counts:
         raise HostsError(f"{source}: Hostfile is empty; write lines of `NAME slots=N`")
     return [Host(name=name, slots=tuple(range(slots))) for name, slots in counts.items()]
+
+
+def _check_host(where: str, name: str, slots: int) -> None:
+    """Raise `HostsError` for a name that a launcher would take for something else, and for too many slots."""
+    if re.fullmatch(r"\w[\w.+-]*", name) is None:
+        raise HostsError(f"{where}: {name} is no name of a host; it has letters, digits, _ . - and +, and begins with none "
+                         "of the last three; give an IPv6 address, a user or a port a name in ~/.ssh/config (Host, "
+                         "HostName, User, Port)")
+    if slots > MOST_SLOTS:
+        raise HostsError(f"{where}: {name} has {slots} slots; choose at most {MOST_SLOTS}")
 
 
 def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
@@ -78,6 +89,10 @@ def parse_hosts(text: str) -> list[Host]:
         raise HostsError(f"--hosts: {bare[0]} names no slot; write {bare[0]}:0,1 for two ranks")
     if not named:
         raise HostsError(f"--hosts: got {text!r}, which names no host; {FILTER}")
+    for name, slots in named.items():
+        _check_host("--hosts", name, len(slots))
+        if twice := [slot for slot in slots if slots.count(slot) > 1]:
+            raise HostsError(f"--hosts: {name} names slot {twice[0]} twice; a slot is the place of one rank")
     return [Host(name=name, slots=slots) for name, slots in named.items()]
 
 

@@ -84,8 +84,10 @@ def _ssh(program: str, start: Start) -> list[list[str]]:
 
 
 def _pdsh(program: str, start: Start) -> list[list[str]]:
+    number = "%n"  # pdsh puts the number of the host there, and other values for %h and %u
+    words = [number if word == number else shlex.quote(word.replace("%", "%%")) for word in start.words(number)]
     return [[program, "-S", "-f", str(FAN_OUT), "-R", "ssh", "-w", ",".join(start.hosts), *start.args,
-             f"exec {shlex.join(start.words('%n'))}"]]
+             f"exec {' '.join(words)}"]]
 
 
 def _open_mpi(program: str, start: Start) -> list[list[str]]:

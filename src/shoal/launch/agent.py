@@ -41,7 +41,7 @@ from shoal.launch.heartbeats import Heartbeats
 from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.meeting import ClusterRendezvous
-from shoal.launch.orphans import memory_folder, sweep
+from shoal.launch.orphans import Guardian, memory_folder
 from shoal.launch.spares import Spare, serves_here
 from shoal.launch.streams import RankStreams
 from shoal.launch.watching import Reaction, WatchedRank
@@ -63,9 +63,8 @@ LAST_CALL = 4
 """Seconds to wait for more nodes once the least number has joined. A node that joins later restarts the rendezvous."""
 
 
-def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
-           cluster: ClusterRendezvous | None = None) -> int:
-    """Run the ranks of this node to completion and return the exit code of the launch.
+def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: ClusterRendezvous | None = None) -> int:
+    """Run the ranks of this node to completion and return the exit code of the launch, whose `guardian` has been entered.
 
     `cluster` is the rendezvous of a host that a launcher started; otherwise the plan says where the nodes meet.
     """
@@ -79,19 +78,19 @@ def launch(plan: LaunchPlan, mark: str, folder: str, console: Console,
                                local_rank_argument=plan.local_rank_argument)
     command = ("-P", rank.__file__, str(options), plan.target, *plan.args)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_exit_signals())
-    files = RankFiles(folder, console)
+    files = RankFiles(guardian.folder, console)
     try:
         handler = cluster or _rendezvous(plan)
         spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=handler,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
                           max_restarts=plan.max_restarts, monitor_interval=MONITOR_INTERVAL)
-        code = Agent(spec, files, plan, mark, console, cluster).run_ranks()
+        code = Agent(spec, files, plan, guardian, console, cluster).run_ranks()
         handler.shutdown()
         return code
     except SignalException as stop:
         return 128 + stop.sigval
     except RendezvousError as error:
-        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {error}") from error
+        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {_first_line(error)}") from error
     finally:
         files.close()
 
@@ -143,14 +142,14 @@ class RankFiles(LogsSpecs):
 class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
-    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, mark: str, console: Console,
+    def __init__(self, spec: WorkerSpec, files: RankFiles, plan: LaunchPlan, guardian: Guardian, console: Console,
                  cluster: ClusterRendezvous | None) -> None:
         """The launcher of a `cluster` says that a host is lost; agents without one hear it from each other's heartbeats."""
         super().__init__(spec, files)
         self._cluster = cluster
         self._sends_heartbeats = cluster is None and plan.watch != "off"
         self.plan = plan
-        self.mark = mark
+        self.guardian = guardian
         self.files = files
         self.console = console
         self.failures: list[Failure] = []
@@ -164,7 +163,7 @@ class Agent(LocalElasticAgent):
         self._observed = 0.0
         self._lost_peer_since: float | None = None
         """When a rank was first seen to have raised because it lost another one, of which nothing is known yet."""
-        memory = self._memory = memory_folder(mark)
+        memory = self._memory = memory_folder(guardian.mark)
         os.makedirs(memory, mode=0o700, exist_ok=True)
         automatic = "restart" if plan.max_restarts else "report"
         self._reaction = Reaction(memory, console, automatic if plan.watch == "auto" else plan.watch,
@@ -285,7 +284,7 @@ class Agent(LocalElasticAgent):
                                 "to finish; a second signal kills them at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
-        sweep(self.mark, ORPHAN_GRACE, set() if self._spare is None else self._spare.pids)
+        self.guardian.sweep(ORPHAN_GRACE, set() if self._spare is None else self._spare.pids)
         self._grace, self._exits = self.plan.grace, {}  # for the ranks of the next attempt, if there is one
         self._lost_peer_since = None
 
@@ -342,7 +341,11 @@ class Agent(LocalElasticAgent):
             record = read_record(Path(self._memory))
             if self.plan.log_dir is not None and record is not None and self.plan.nodes == (1, 1):
                 page = page_of(Path(self._memory), record, with_stacks=False)
-                Path(self.plan.log_dir, REPORT).write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n")
+                try:
+                    Path(self.plan.log_dir, REPORT).write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n",
+                                                               encoding="utf-8", errors="backslashreplace")
+                except OSError as error:
+                    self.console.status(f"shoal run: {self.plan.log_dir}/{REPORT} cannot be written: {error.strerror}")
 
 
 class SingleNodeRendezvous(RendezvousHandler):
@@ -356,7 +359,12 @@ class SingleNodeRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store of the next attempt, on the given port or one that the system chooses."""
         self._server = None  # a given port is free again for the next attempt
-        self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+        try:
+            self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False,
+                                    timeout=timedelta(minutes=5))
+        except RuntimeError as error:
+            raise LaunchError(f"--port: port {self.port} of {socket.gethostname()} cannot be opened: {_first_line(error)}; "
+                              "choose another, or leave it out for a free one") from error
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._server.port))
 
     @property
@@ -443,6 +451,11 @@ def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreSh
                        "uses one thread")
     shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error of torch says, without the stack of its libraries."""
+    return str(error).partition("Exception raised from")[0].strip().partition("\n")[0]
 
 
 def _is_loopback(host: str) -> bool:

@@ -18,6 +18,8 @@ from rich.table import Table
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import facts, selection
 from shoal.launch.cluster import Cluster, Node
+from shoal.launch.console import counted
+from shoal.launch.orphans import exit_on_signals
 from shoal.launch.protocol import AskTime, Down, Listen, Listening, Measure, Measured, Message, Signal, Time
 
 __all__ = ["add_arguments", "main"]
@@ -26,6 +28,8 @@ ASKED = 5
 """Questions for the time; the one with the fastest answer counts."""
 ANSWER = 30.0
 """Seconds that a host has to answer."""
+MOST_SECONDS = 10.0
+"""Seconds that the measurement of a link may take."""
 
 
 T = TypeVar("T", bound=Message)
@@ -53,6 +57,12 @@ def main(args: argparse.Namespace) -> int:
     """Examine the hosts; return 0 if nothing is wrong, else 1."""
     if not selection.asks_for_hosts(args):
         raise UsageError("name the hosts: --hostfile FILE, --hosts LIST, or --launcher slurm")
+    for option, value in (("--nodes", args.nodes), ("--ranks", args.ranks)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option}: got {value}; choose 1 or more")
+    if not 0 < args.seconds <= MOST_SECONDS:
+        raise UsageError(f"--seconds: got {args.seconds:g}; choose more than 0, up to {MOST_SECONDS:g}")
+    exit_on_signals()
     nodes = None if args.nodes is None else (args.nodes, args.nodes)
     chosen = selection.select(args, nodes=nodes, ranks=args.ranks, variables={})
     with chosen.cluster(None) as cluster, cluster:
@@ -65,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
               for number, (node, found) in enumerate(zip(cluster.nodes, examined, strict=True)) if found.rate == 0]
     for fault in wrong:
         print(fault)
-    print(f"{len(cluster.nodes)} hosts can run a job" if not wrong else f"{len(wrong)} faults")
+    print(f"{counted(len(cluster.nodes), 'host')} can run a job" if not wrong else counted(len(wrong), "fault"))
     return int(bool(wrong))
 
 

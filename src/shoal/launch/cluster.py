@@ -21,7 +21,7 @@ from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
 from shoal.launch.complaints import explain
-from shoal.launch.console import counted, print_line, print_status
+from shoal.launch.console import RankLogs, counted, print_line, print_status
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
 from shoal.launch.job import ClusterJob
@@ -42,7 +42,6 @@ from shoal.launch.protocol import (
     Status,
 )
 from shoal.launch.starting import Closed, Connected, Ended, ErrorLine, HostEvent, Starter
-from shoal.launch.streams import RankLogs
 
 __all__ = ["Cluster", "Node", "run_job"]
 
@@ -97,6 +96,8 @@ class Cluster:
         self._said: deque[str] = deque(maxlen=100)
         """The last lines of the process that started all hosts."""
         self._beat = 0.0
+        self._early: deque[tuple[Node, Message]] = deque()
+        """Messages of hosts that came before all had started."""
 
     def __enter__(self) -> Cluster:
         try:
@@ -116,6 +117,11 @@ class Cluster:
         started = any(node.facts is not None for node in self.nodes)
         self._starter.end(LAST if started else 0.0)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all hosts have ended, and what they said has been received."""
+        return not self._early and all(node.has_ended for node in self.nodes)
+
     def send(self, message: Down, nodes: Sequence[Node] | None = None) -> None:
         """Send a message to hosts that are not over."""
         for node in self.nodes if nodes is None else nodes:
@@ -124,6 +130,8 @@ class Cluster:
 
     def receive(self) -> tuple[Node, Message] | None:
         """Return the next message of a host; None where none came for a while, or what came changed a host's state alone."""
+        if self._early:
+            return self._early.popleft()
         try:
             event = self._starter.events.get(timeout=BEAT / 2)
         except queue.Empty:
@@ -197,8 +205,10 @@ class Cluster:
     def _await(self) -> None:
         """Wait until every host runs, or can be done without. Raises `LaunchError` with one line for each that does not."""
         deadline = time.monotonic() + START
+        early: list[tuple[Node, Message]] = []
         while any(node.facts is None and not node.lost for node in self.nodes):
-            self.receive()
+            if (came := self.receive()) is not None:
+                early.append(came)
             if time.monotonic() > deadline:
                 for node in self.nodes:
                     if node.facts is None:
@@ -214,6 +224,7 @@ class Cluster:
                 problems.extend(facts.disagreements(node.name, node.facts, here))
         if problems:
             raise LaunchError("\n".join(dict.fromkeys(problems)))
+        self._early.extend(early)
 
 
 class _JobMonitor:
@@ -243,7 +254,8 @@ class _JobMonitor:
         """
         nodes = [self.cluster.nodes[number] for number in self.hosts]
         if over := [node.name for node in nodes if node.code is not None]:
-            print_status(f"shoal run: no other attempt follows, for the ranks of {' and '.join(over)} have ended")
+            if self._attempt:
+                print_status(f"shoal run: no other attempt follows, for the ranks of {' and '.join(over)} have ended")
             self.end(signal.SIGTERM)
             return
         self._serving = self.hosts[0]
@@ -350,7 +362,7 @@ def run_job(cluster: Cluster, log_dir: str | None, grace: float) -> int:
             monitor = _JobMonitor(cluster, logs, grace)
             with _signals_to(monitor.signals.put):
                 monitor.begin_attempt()
-                while not all(node.has_ended for node in cluster.nodes):
+                while not cluster.is_over:
                     if (came := cluster.receive()) is not None:
                         monitor.take(*came)
                     monitor.heed()

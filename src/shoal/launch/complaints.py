@@ -21,14 +21,18 @@ COMPLAINTS: tuple[tuple[str, str], ...] = (
      "it has no such Python; install the same environment at the same path there"),
     (r"can't open file .*bootstrap\.py", "Shoal is not installed at the same path there; install it as here"),
     (r"No module named '?shoal", "this Python has no Shoal there; install it as here"),
-    (r"^shoal: \S+: (?P<said>.*)", ""),
+    (r"(?:^|: )shoal: \S+: (?P<said>.*)", ""),
 )
 """Patterns of error streams, and what they mean; a group `said` is the meaning itself."""
+EXIT_CODE = r"exited with exit code \d+$"
 
 
 def explain(lines: Iterable[str]) -> str:
-    """Return the meaning of an error stream's lines, with the remedy; the last line if none is known; empty for no lines."""
-    said = [line for line in lines if line.strip()]
+    """Return the meaning of an error stream's lines, with the remedy; the last line if none is known; empty for no lines.
+
+    A line that tells of an exit code alone is taken where there is no other.
+    """
+    said = sorted((line for line in lines if line.strip()), key=lambda line: not re.search(EXIT_CODE, line, re.IGNORECASE))
     for pattern, meaning in COMPLAINTS:
         for line in said:
             if found := re.search(pattern, line):

@@ -1,18 +1,23 @@
-"""Where an agent reports: the terminal of this process, or, on a host of a cluster, the connection to the launcher."""
+"""Where an agent reports: the terminal of this process, or, on a host of a cluster, the connection to the launcher.
+
+A stream or a log that cannot be written ends no job and holds up no rank: the loss is told once, and the job goes on.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from typing import BinaryIO, Protocol
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol, TextIO
 
+from shoal.errors import LaunchError
 from shoal.launch import failure
 from shoal.launch.failure import Failure
 from shoal.launch.protocol import Channel, Output, Report, Status
-from shoal.launch.streams import RankLogs
 
-__all__ = ["Console", "Remote", "Terminal", "counted", "print_line", "print_status"]
+__all__ = ["Console", "RankLogs", "Remote", "Terminal", "counted", "print_line", "print_status"]
 
 
 def counted(count: int, word: str, ending: str = "s") -> str:
@@ -90,14 +95,70 @@ class Remote:
         self._channel.send(Report.of(failures, ranks, note, self._attempt()))
 
 
+class RankLogs:
+    """Files with the output of each rank, in `folder`; the name has the attempt where ranks were restarted."""
+
+    def __init__(self, folder: str) -> None:
+        """Make the folder. Raises `LaunchError` where it cannot be written."""
+        self._folder = Path(folder)
+        self._files: dict[str, BinaryIO] = {}
+        self._failed = False
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"--log-dir {folder}: the folder cannot be made: {error.strerror}; give another") from None
+        if not os.access(self._folder, os.W_OK | os.X_OK):
+            raise LaunchError(f"--log-dir {folder}: no file can be made in it: permission denied; give another")
+
+    def write(self, line: Output) -> None:
+        """Write one line to the file of its rank and stream, or tell once that lines are missing."""
+        name = f"rank{line.rank}" + (f".attempt{line.attempt}" if line.attempt else "") + f".{line.stream}"
+        try:
+            if name not in self._files:
+                self._files[name] = (self._folder / name).open("wb", buffering=0)
+            rest = memoryview(os.fsencode(line.text) + b"\n")
+            while rest:
+                rest = rest[self._files[name].write(rest):]
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                print_status(f"shoal run: {self._folder / name} cannot be written: {error.strerror}. Lines of ranks are "
+                             "missing in the logs from now on, where that lasts; the job goes on")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+
 def print_line(prefix: str, line: Output) -> None:
     """Write a line of a rank, byte for byte after its prefix, in a single write."""
-    stream: BinaryIO = sys.stdout.buffer if line.stream == "out" else sys.stderr.buffer
-    stream.write(prefix.encode() + os.fsencode(line.text) + b"\n")
-    stream.flush()
+    _write(sys.stdout if line.stream == "out" else sys.stderr, prefix.encode() + os.fsencode(line.text) + b"\n")
 
 
 def print_status(text: str) -> None:
     """Write one message to stderr in a single write."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    _write(sys.stderr, f"{text}\n".encode(errors="backslashreplace"))
+
+
+def _write(stream: TextIO | None, data: bytes) -> None:
+    """Write to a stream. One whose reader is gone, or whose disk is full, leads nowhere afterwards; stderr says so."""
+    if stream is None:  # it was closed when this process began
+        return
+    try:
+        stream.flush()
+        try:
+            stream.buffer.write(data)
+        except BlockingIOError as full:  # another process has set the terminal so
+            os.set_blocking(stream.fileno(), True)
+            stream.buffer.write(data[full.characters_written:])
+        stream.buffer.flush()
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        with suppress(OSError):  # what the stream still holds goes there too
+            stream.buffer.flush()
+        if stream is sys.stdout:
+            print_status(f"shoal run: the standard output cannot be written: {error.strerror}. It is lost from now on; the "
+                         "job goes on, and --log-dir keeps what ranks write")

@@ -8,12 +8,15 @@ the first NUMA nodes have the first shares.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["CoreShare", "gpu_nodes", "parse_cpu_list", "physical_cores", "shares", "usable"]
+from shoal.errors import LaunchError
+
+__all__ = ["CoreShare", "gpu_nodes", "parse_cpu_list", "physical_cores", "restrict", "shares", "usable"]
 
 SYSTEM = Path("/sys/devices/system")
 NVIDIA, PCI = Path("/proc/driver/nvidia/gpus"), Path("/sys/bus/pci/devices")
@@ -34,6 +37,15 @@ def parse_cpu_list(text: str) -> list[int]:
         first, _, last = part.partition("-")
         cores.extend(range(int(first), int(last or first) + 1))
     return cores
+
+
+def restrict(cores: Sequence[int]) -> None:
+    """Use these cores alone from now on; none given: all. Raises `LaunchError` where this process may not use one."""
+    if wrong := sorted(set(cores) - set(usable())):
+        raise LaunchError(f"--core-list: {socket.gethostname()} has no core {wrong[0]} for this job; choose from "
+                          f"{','.join(map(str, sorted(usable())))}")
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def physical_cores(usable: Iterable[int], system: Path = SYSTEM) -> list[tuple[int, ...]]:

@@ -14,6 +14,7 @@ import platform
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import UsageError
@@ -21,7 +22,7 @@ from shoal.launch.job_record import JobRecord, read_record
 from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
 from shoal.recording.page import Reading, read
-from shoal.resilience.watch import Process, process
+from shoal.resilience.processes import Process, process
 from shoal.version import __version__
 
 __all__ = ["REPORT", "add_arguments", "jobs", "main", "page_of"]
@@ -41,13 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the page; return 0. Raises `UsageError` where there is no such job, with those that there are."""
-    if args.target is not None and Path(args.target).is_dir():
+    if args.target and os.path.isdir(args.target):
         print(_report(Path(args.target)))
         return 0
     folder, record = _find(args.target)
     from shoal.nn.probe import recorded  # here: it loads torch's compiler, which agents, who import this file, do without
 
-    print(page_of(folder, record, with_stacks=args.stacks))
+    try:
+        page = page_of(folder, record, with_stacks=args.stacks)
+    except FileNotFoundError:
+        raise UsageError(f"the job {record.job} has ended meanwhile; give the folder of its logs (shoal run --log-dir)"
+                         ) from None
+    print(page)
     for line in recorded():
         print(f"kernels.linear 'auto': {line}")
     return 0
@@ -119,7 +125,13 @@ def _meminfo() -> dict[str, int]:
 
 
 def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    """Return the bytes of a folder's files, without those that the job removes meanwhile."""
+    total = 0
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+    return total
 
 
 def _report(folder: Path) -> str:

@@ -26,9 +26,10 @@ from shoal.errors import LaunchError
 from shoal.launch import facts, measuring
 from shoal.launch.addresses import connect, own_addresses
 from shoal.launch.console import Remote
+from shoal.launch.cores import restrict
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan, check_target
-from shoal.launch.orphans import MARK, Guardian, memory_folder
+from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder
 from shoal.launch.protocol import (
     AskTime,
     Beat,
@@ -63,27 +64,28 @@ LAST = 15.0
 
 def main(argv: list[str]) -> int:
     """Serve the job in the open file `argv[1]` as host `argv[2]`."""
+    exit_on_signals((signal.SIGTERM, signal.SIGINT), also_ignored=True)  # they come from the launcher
     with os.fdopen(int(argv[1]), "rb") as file:
         job = ClusterJob.decode(file.read())
     node = int(argv[2])
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-node-")
     try:
-        with Guardian(mark, folder):
+        with Guardian(mark, folder) as guardian:
             os.environ[MARK] = mark
             link = Link(_channel(job), job, node)
             link.start()
-            _serve(link, job, node, mark, folder)
+            _serve(link, job, node, guardian)
             return 0
     finally:
         for each in (folder, memory_folder(mark)):
             shutil.rmtree(each, ignore_errors=True)
 
 
-def _serve(link: Link, job: ClusterJob, node: int, mark: str, folder: str) -> None:
+def _serve(link: Link, job: ClusterJob, node: int, guardian: Guardian) -> None:
     code = 1
     try:
-        code = 0 if job.plan is None else _run_ranks(link, job, job.plan, node, mark, folder)
+        code = 0 if job.plan is None else _run_ranks(link, job, job.plan, node, guardian)
         if job.plan is None:
             link.wait_for_end()
     except SystemExit as end:
@@ -216,15 +218,12 @@ def _dial(job: ClusterJob) -> Channel:
     return Channel(file, cast(BinaryIO, connection.makefile("wb")))
 
 
-def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, mark: str, folder: str) -> int:
+def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, guardian: Guardian) -> int:
     """Run the ranks of this host to their end, and return their exit code."""
-    signal.signal(signal.SIGTERM, _exit_on_signal)
-    signal.signal(signal.SIGINT, _exit_on_signal)
     check_target(plan)
     slots = job.hosts[node].slots
     os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(len(job.hosts)))
-    if plan.core_list:
-        os.sched_setaffinity(0, plan.core_list)
+    restrict(plan.core_list)
     from shoal.device import VISIBLE_DEVICES  # torch may start threads, so after the guardian's fork
     from shoal.launch.agent import launch
     from shoal.launch.meeting import ClusterRendezvous
@@ -233,11 +232,7 @@ def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, mark: s
     rendezvous = ClusterRendezvous(job, node, plan.rendezvous)
     link.serve(rendezvous)
     local = replace(plan, ranks=len(slots), nodes=(len(job.hosts), len(job.hosts)))
-    return launch(local, mark, folder, Remote(link.channel, lambda: rendezvous.attempt), rendezvous)
-
-
-def _exit_on_signal(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+    return launch(local, guardian, Remote(link.channel, lambda: rendezvous.attempt), rendezvous)
 
 
 if __name__ == "__main__":

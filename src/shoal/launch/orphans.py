@@ -1,11 +1,12 @@
 """No process that a launch started outlives the launch, nor does its memory.
 
-Every process of a launch carries a mark in its environment. Children inherit it across forks and sessions, so `sweep`
-finds all of them. Three mechanisms cover all cases:
+Every process of a launch carries a mark in its environment. Children inherit it across forks and sessions, unless they are
+given another environment. The launcher adopts its orphaned descendants (PR_SET_CHILD_SUBREAPER), so that it knows those too.
+Three mechanisms cover all cases:
 
-- A launcher that exits normally calls `sweep`.
+- A launcher that exits normally sweeps its descendants and all that carry the mark (`Guardian.sweep`).
 - If the launcher is killed, the kernel kills its ranks (`shoal.launch.rank.die_with`).
-- A guardian process, forked before the first rank, then sweeps the processes that those ranks had started.
+- A guardian process, forked before the first rank, then sweeps the processes with the mark that those ranks had started.
 
 The launcher and its guardian hold a lock on the launch's folder in memory. Where both are killed, the lock is free, and the
 next launch removes the folder.
@@ -13,22 +14,28 @@ next launch removes the folder.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from shoal.errors import LaunchError
+from shoal.resilience.processes import descendants
 
-__all__ = ["MARK", "Guardian", "is_abandoned", "marked", "memory_folder", "remove_abandoned", "sweep"]
+__all__ = ["MARK", "Guardian", "exit_on_signals", "is_abandoned", "marked", "memory_folder", "open_streams",
+           "remove_abandoned", "sweep"]
+
+PR_SET_CHILD_SUBREAPER = 36
 
 MARK = "SHOAL_LAUNCH"
 """The environment variable that holds a launch's mark."""
@@ -98,16 +105,41 @@ def _locked_folder(mark: str) -> int:
     return descriptor
 
 
-def sweep(mark: str, seconds: float, spared: Container[int] = ()) -> None:
-    """End every process that carries `mark`: send SIGTERM, wait up to `seconds`, then send SIGKILL until none is left.
+def exit_on_signals(numbers: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), *,
+                    also_ignored: bool = False) -> None:
+    """Have signals that end a process raise `SystemExit`, which leaves its contexts, as SIGINT's `KeyboardInterrupt` does.
 
-    Processes in `spared` go on.
+    Those that the parent (nohup, a shell's `&`) has set to ignored stay so, unless `also_ignored`.
+    """
+    for number in numbers:
+        if also_ignored or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def open_streams() -> None:
+    """Open standard streams that are closed, so that no other file takes their place, here or in a rank."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def sweep(mark: str, seconds: float) -> None:
+    """End every process that carries `mark`: send SIGTERM, wait up to `seconds`, then send SIGKILL until none is left.
 
     A process in uninterruptible sleep ignores SIGKILL; `sweep` gives up after another `UNKILLABLE` seconds.
     """
+    _end(lambda: marked(mark), seconds)
+
+
+def _end(find: Callable[[], list[int]], seconds: float) -> None:
+    """End the processes that `find` returns, as `sweep` does."""
     deadline = time.monotonic() + seconds
     signalled: set[int] = set()
-    while (pids := [pid for pid in marked(mark) if pid not in spared]) and time.monotonic() < deadline + UNKILLABLE:
+    while (pids := find()) and time.monotonic() < deadline + UNKILLABLE:
         expired = time.monotonic() >= deadline
         for pid in pids:
             if expired or pid not in signalled:
@@ -144,6 +176,8 @@ class Guardian:
             os.close(self._pipe)
             self._watch(read_end)
         os.close(read_end)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -153,6 +187,15 @@ class Guardian:
         os.close(self._pipe)
         os.waitpid(self.pid, 0)
         os.close(self._lock)
+
+    def sweep(self, seconds: float, spared: Container[int] = ()) -> None:
+        """End every process of the launch but this one, the guardian and those in `spared`, as the function `sweep` does."""
+        _end(lambda: [pid for pid in self._family() if pid not in spared], seconds)
+
+    def _family(self) -> set[int]:
+        """Return the live processes of the launch but this one and the guardian."""
+        adopted = {pid for pid, facts in descendants(os.getpid()).items() if facts.state != "Z"}
+        return {*marked(self.mark), *adopted} - {self.pid}
 
     def _watch(self, read_end: int) -> NoReturn:
         try:

@@ -153,6 +153,7 @@ def serve_as_spare(agent: socket.socket, options: RankOptions) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the pages of these objects stay shared with the ranks
+    atexit.register(gc.unfreeze)  # at the end of a rank: else libraries report them as leaked
     for line in agent.makefile("rb"):
         child = os.fork()
         if child:

@@ -11,16 +11,15 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import tempfile
 
 from shoal.errors import UsageError
 from shoal.launch import cluster, selection
-from shoal.launch.console import Terminal
-from shoal.launch.cores import parse_cpu_list
+from shoal.launch.console import Terminal, counted
+from shoal.launch.cores import parse_cpu_list, restrict
 from shoal.launch.launch_plan import MODES, LaunchPlan, check_target
-from shoal.launch.orphans import MARK, Guardian, memory_folder
+from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams
 
 __all__ = ["add_arguments", "main"]
 
@@ -66,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the ranks to completion; return 0, the exit code of the rank that failed first, or 128 + signal number."""
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    open_streams()
+    exit_on_signals()
     plan = read_plan(args)
     if selection.asks_for_hosts(args):
         return _run_on_hosts(args, plan)
@@ -75,18 +75,18 @@ def main(args: argparse.Namespace) -> int:
     check_target(plan)
     variables = read_variables(args.env)
     if args.dry_run:
-        print(f"1 host, {plan.ranks or 'as many ranks as fit'}\neach rank runs: {_program(plan)}")
+        ranks = "as many ranks as fit" if plan.ranks is None else counted(plan.ranks, "rank")
+        print(f"1 host, {ranks}\neach rank runs: {_program(plan)}")
         return 0
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-run-")
     try:
-        with Guardian(mark, folder):
+        with Guardian(mark, folder) as guardian:
             os.environ.update({**variables, MARK: mark})
-            if plan.core_list:
-                os.sched_setaffinity(0, plan.core_list)
+            restrict(plan.core_list)
             from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
 
-            return launch(plan, mark, folder, Terminal(plan.log_dir))
+            return launch(plan, guardian, Terminal(plan.log_dir))
     finally:
         for each in (folder, memory_folder(mark)):
             shutil.rmtree(each, ignore_errors=True)
@@ -108,10 +108,6 @@ def _run_on_hosts(args: argparse.Namespace, plan: LaunchPlan) -> int:
 def _program(plan: LaunchPlan) -> str:
     words = {"script": ["python", plan.target], "module": ["python", "-m", plan.target], "program": [plan.target]}[plan.kind]
     return shlex.join([*words, *plan.args])
-
-
-def _exit_on_signal(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def read_plan(args: argparse.Namespace) -> LaunchPlan:
@@ -137,6 +133,9 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         raise UsageError("--port: it is that of a single node; with several, give --rendezvous HOST:PORT")
     if args.core_list is not None and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", args.core_list) is None:
         raise UsageError(f"--core-list: got {args.core_list!r}; write numbers and ranges, such as 0-7,16")
+    core_list = tuple(parse_cpu_list(args.core_list or ""))
+    if args.core_list is not None and not core_list:
+        raise UsageError(f"--core-list: got {args.core_list!r}, which is no core; write the smaller number of a range first")
     if args.port and args.rendezvous is not None:
         raise UsageError("--port and --rendezvous: the rendezvous has a port of its own; drop --port")
     if not 0 <= args.port <= 65535:
@@ -147,8 +146,9 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         raise UsageError("--watch restart: no restart is allowed; give --max-restarts K, or --watch report")
     if args.spares and (args.no_python or not args.max_restarts):
         raise UsageError("--spares: they wait to restart Python programs; give --max-restarts K, and drop --no-python")
-    if args.grace < 0:
-        raise UsageError(f"--grace: got {args.grace:g} seconds; choose 0 (kill at once) or more")
+    if not 0 <= args.grace <= selection.MOST_SECONDS:
+        raise UsageError(f"--grace: got {args.grace:g} seconds; choose 0 (kill at once) or more, up to "
+                         f"{selection.MOST_SECONDS:g}")
     return LaunchPlan(
         kind="module" if args.module else "program" if args.no_python else "script",
         target=args.script, args=tuple(args.args),
@@ -157,7 +157,7 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         hosts_rendezvous=None if args.node_rank is None else args.node_rank == 0,
         job=args.job, max_restarts=args.max_restarts, log_dir=args.log_dir, bind_cores=args.bind_cores, grace=args.grace,
         as_deepspeed=args.as_deepspeed, local_rank_argument=args.local_rank_argument, port=args.port,
-        core_list=tuple(parse_cpu_list(args.core_list or "")),
+        core_list=core_list,
         watch=args.watch, spares=args.max_restarts > 0 if args.spares is None else args.spares)
 
 

@@ -7,11 +7,13 @@ program must save on SIGTERM within the grace period. The job ends with the exit
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
 
 from shoal.errors import LaunchError, UsageError
+from shoal.launch.selection import split_words
 
 __all__ = ["add_arguments", "main", "script"]
 
@@ -73,16 +75,24 @@ def main(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
     else:
-        Path(args.output).write_text(text)
+        try:
+            Path(args.output).write_text(text)
+        except OSError as error:
+            raise LaunchError(f"--output {args.output}: cannot be written: {error.strerror}; give another file") from None
     return 0
 
 
 def script(args: argparse.Namespace) -> str:
     """Return the script for parsed arguments."""
-    directives = [f"--job-name={args.name}", f"--nodes={args.nodes}", "--ntasks-per-node=1",
-                  f"--signal=B:USR1@{args.grace + MARGIN}", "--open-mode=append", f"--output={args.log}"]
-    directives += [f"--time={args.time}"] if args.time else []
+    directives = [f"--job-name={_quoted(args.name)}", f"--nodes={args.nodes}", "--ntasks-per-node=1",
+                  f"--signal=B:USR1@{args.grace + MARGIN}", "--open-mode=append", f"--output={_quoted(args.log)}"]
+    directives += [f"--time={_quoted(args.time)}"] if args.time else []
     directives += args.directive
     command = [sys.executable, "-m", "shoal", "run", "--launcher", "slurm", "--ranks", str(args.ranks), "--grace",
-               str(args.grace), *shlex.split(args.run_args), args.script, *args.args]
+               str(args.grace), *split_words("--run-args", args.run_args), args.script, *args.args]
     return TEMPLATE.format(directives="\n".join(f"#SBATCH {each}" for each in directives), command=shlex.join(command))
+
+
+def _quoted(value: str) -> str:
+    """Return a value of a directive, in quotes where Slurm would take it for several words or a comment."""
+    return value if re.fullmatch(r"[^\s#'\"\\]*", value) else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'

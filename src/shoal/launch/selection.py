@@ -28,12 +28,14 @@ from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.starting import Starter
 
-__all__ = ["Selection", "add_arguments", "asks_for_hosts", "select"]
+__all__ = ["MOST_SECONDS", "Selection", "add_arguments", "asks_for_hosts", "select", "split_words"]
 
 EXPORTED = ("PYTHON*", "NCCL_*", "GLOO_*", "TORCH*", "OMP_*", "MKL_*", "UCX_*", "HF_*", "SHOAL_*", "WANDB_*", "MLFLOW_*",
             "TOKENIZERS_*")
 """Variables of this process that every host gets."""
 LEAST_QUIET = 3.0
+MOST_SECONDS = 1e9
+"""Seconds that an option may name: the system takes no much longer wait."""
 QUIET, QUIET_OF_RANGE = 20.0, 6.0
 """Seconds without a message after which a host is lost: where that ends the job, and where the others go on."""
 KEPT = ("SHOAL_LAUNCH", "PYTHONHOME", "TORCHELASTIC_*")
@@ -82,7 +84,13 @@ class Selection:
         if self.launcher.stdin:
             yield Cluster(Starter(self.launcher, self.commands(program, None), environment, None), job, self.launcher.name)
             return
-        with tempfile.TemporaryDirectory(prefix=".shoal-job-", dir=os.getcwd()) as folder:  # its mode is 0700
+        try:
+            made = tempfile.TemporaryDirectory(prefix=".shoal-job-", dir=os.getcwd())  # its mode is 0700
+        except OSError as error:
+            raise LaunchError(f"--launcher {self.launcher.name}: the file of the job cannot be made in {os.getcwd()}: "
+                              f"{error.strerror}; start in a folder that is yours and that all hosts share, or use "
+                              "--launcher ssh") from None
+        with made as folder:
             file = Path(folder, "job.json")
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
             yield Cluster(Starter(self.launcher, self.commands(program, str(file)), environment, file), job,
@@ -142,8 +150,10 @@ def select(args: argparse.Namespace, *, nodes: tuple[int, int] | None, ranks: in
         raise UsageError("--include or --exclude with --nodes or --ranks: both select slots; drop one")
     shrinks = nodes is not None and nodes[0] < nodes[1]
     quiet = args.lost_after if args.lost_after is not None else QUIET_OF_RANGE if shrinks else QUIET
-    if quiet < LEAST_QUIET:
-        raise UsageError(f"--lost-after: got {quiet:g}; choose {LEAST_QUIET:g} seconds or more")
+    if not LEAST_QUIET <= quiet <= MOST_SECONDS:
+        raise UsageError(f"--lost-after: got {quiet:g}; choose {LEAST_QUIET:g} seconds or more, up to {MOST_SECONDS:g}")
+    if args.ssh_port is not None and not 1 <= args.ssh_port <= 65535:
+        raise UsageError(f"--ssh-port: got {args.ssh_port}; choose 1 to 65535")
     launcher = LAUNCHERS[args.launcher or "ssh"]
     if shrinks and not launcher.survives:
         raise UsageError(f"--nodes {args.nodes} --launcher {launcher.name}: it ends all hosts where one is lost; use ssh or "
@@ -160,14 +170,23 @@ def select(args: argparse.Namespace, *, nodes: tuple[int, int] | None, ranks: in
     if ranks is not None:
         hosts = hostfile.limited(hosts, ranks)
     if not hosts:
-        raise HostsError("--exclude: no slot is left to run on; exclude fewer")
+        raise HostsError("--exclude: no slot is left to run on; exclude fewer" if args.exclude else
+                         f"--include: got {args.include!r}, which names no host; {hostfile.FILTER}")
     if not launcher.unequal and len({len(host.slots) for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} {len(host.slots)}" for host in hosts)
         raise HostsError(f"--launcher {launcher.name} needs equally many slots on every host, got {counts}; give --ranks N, "
                          "or use --launcher ssh")
-    return Selection(hosts=tuple(hosts), launcher=launcher, args=tuple(shlex.split(args.launcher_args)), setup=args.setup,
-                     ssh_port=args.ssh_port, environment={**_exported(args.export), **variables}, anywhere=anywhere,
-                     least=len(hosts) if nodes is None or not shrinks else nodes[0], quiet=quiet)
+    return Selection(hosts=tuple(hosts), launcher=launcher, args=split_words("--launcher-args", args.launcher_args),
+                     setup=args.setup, ssh_port=args.ssh_port, environment={**_exported(args.export), **variables},
+                     anywhere=anywhere, least=len(hosts) if nodes is None or not shrinks else nodes[0], quiet=quiet)
+
+
+def split_words(option: str, text: str) -> tuple[str, ...]:
+    """Return the words of an option that are quoted as in a shell. Raises `UsageError` where a quote is not closed."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{option}: got {text!r}: {error}; quote its words as in a shell") from None
 
 
 def _hosts(args: argparse.Namespace, launcher: Launcher, nodes: int | None, ranks: int | None) -> tuple[list[Host], bool]:

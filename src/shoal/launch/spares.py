@@ -9,7 +9,6 @@ ones did.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import socket
@@ -26,11 +25,10 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessCo
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shoal.launch.rank import SPARE
-from shoal.resilience.watch import processes
+from shoal.resilience.processes import processes
 
 __all__ = ["Spare", "serves_here"]
 
-_PR_SET_CHILD_SUBREAPER = 36
 _IMPORTS = 60.0
 """Seconds within which a spare must have imported torch and forked a rank."""
 
@@ -57,7 +55,6 @@ class Spare:
         """Start the spare, unless it waits already."""
         if self._process is not None:
             return
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._orders, theirs = socket.socketpair()
         with theirs:
             variables = {**os.environ, SPARE: str(theirs.fileno()), "LOCAL_RANK": "0"}

@@ -1,7 +1,6 @@
 """The output of ranks, line by line: each rank writes into pipes of its own, and one thread reads them.
 
-A line keeps its bytes. A carriage return ends a line too, so that progress bars show. `RankLogs` writes a file for each rank
-and stream.
+A line keeps its bytes. A carriage return ends a line too, so that progress bars show.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
 
 from shoal.launch.protocol import Output
 
-__all__ = ["RankLogs", "RankStreams"]
+__all__ = ["RankStreams"]
 
 CHUNK = 1 << 16
 CLOSING = 2.0
@@ -30,6 +27,8 @@ class _Pipe:
     attempt: int
     stream: str
     rest: bytes = b""
+    returned: bool = False
+    """Whether the last byte was a carriage return: the line feed that may follow ends the same line."""
 
 
 class RankStreams:
@@ -61,7 +60,8 @@ class RankStreams:
 
     def _read(self) -> None:
         deadline = float("inf")
-        while self._selector.get_map() and time.monotonic() < deadline:
+        # between two attempts no pipe is open
+        while (self._selector.get_map() or not self._closing.is_set()) and time.monotonic() < deadline:
             for key, _ in self._selector.select(timeout=0.1):
                 if (text := os.read(key.fd, CHUNK)):
                     self._lines(key.data, text)
@@ -75,6 +75,9 @@ class RankStreams:
             self._end(key.data)
 
     def _lines(self, pipe: _Pipe, text: bytes) -> None:
+        if pipe.returned:
+            text = text.removeprefix(b"\n")
+        pipe.returned = text.endswith(b"\r")
         *lines, pipe.rest = (pipe.rest + text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n")
         if len(pipe.rest) > CHUNK:  # a line without end
             lines, pipe.rest = [*lines, pipe.rest], b""
@@ -84,24 +87,3 @@ class RankStreams:
     def _end(self, pipe: _Pipe) -> None:
         if pipe.rest:
             self._lines(pipe, b"\n")
-
-
-class RankLogs:
-    """Files with the output of each rank, in `folder`; the name has the attempt where ranks were restarted."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._files: dict[str, BinaryIO] = {}
-
-    def write(self, line: Output) -> None:
-        """Write one line to the file of its rank and stream."""
-        name = f"rank{line.rank}" + (f".attempt{line.attempt}" if line.attempt else "") + f".{line.stream}"
-        if name not in self._files:
-            self._files[name] = (self._folder / name).open("wb", buffering=0)
-        self._files[name].write(os.fsencode(line.text) + b"\n")
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()

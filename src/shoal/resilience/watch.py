@@ -24,8 +24,9 @@ from enum import Enum
 from statistics import median
 
 from shoal.recording.page import Reading, TrainingPhase, read
+from shoal.resilience.processes import Process, descendants, process
 
-__all__ = ["Process", "StallKind", "Suspicion", "Watch", "descendants_cpu", "process", "processes"]
+__all__ = ["StallKind", "Suspicion", "Watch"]
 
 FACTOR = 10.0
 """A call is late after so many times the median duration of its phase."""
@@ -43,7 +44,6 @@ BUSY = 0.05
 """The share of one processor above which a process uses it."""
 PAUSE = 3.0
 """Seconds between two looks after which the watch itself was stopped, as by a suspended machine."""
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class StallKind(Enum):
@@ -51,49 +51,6 @@ class StallKind(Enum):
 
     STOPPED = "stopped"
     HUNG = "hung"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A process by /proc."""
-
-    state: str
-    """R (runs), S (sleeps), D (waits for a device), T (stopped), t (traced), Z (ended)."""
-    parent: int
-    """The process id of the one that started it, or that adopted it."""
-    cpu: float
-    """Seconds of processor time of all threads so far."""
-
-
-def process(pid: int) -> Process | None:
-    """Return the facts of process `pid`, None where there is none (or no /proc)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return Process(state=fields[0], parent=int(fields[1]), cpu=(int(fields[11]) + int(fields[12])) / _TICKS)
-
-
-def processes() -> dict[int, Process]:
-    """Return the facts of all processes by id; none without /proc."""
-    names = os.listdir("/proc") if os.path.isdir("/proc") else []
-    found = {int(name): process(int(name)) for name in names if name.isdigit()}
-    return {pid: facts for pid, facts in found.items() if facts is not None}  # others have ended meanwhile
-
-
-def descendants_cpu(pid: int) -> float:
-    """Return the processor time in seconds of all processes that `pid` has started, and those have, and that run."""
-    running = processes()
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for child, facts in running.items():
-        children[facts.parent].append(child)
-    total, found = 0.0, [*children[pid]]
-    while found:
-        child = found.pop()
-        total += running[child].cpu
-        found += children[child]
-    return total
 
 
 class _Meter:
@@ -243,4 +200,4 @@ class Watch:
     def _is_idle(self, local_rank: int, pid: int, facts: Process, now: float) -> bool:
         """Whether neither the process nor one that it started has used a processor for about a second."""
         return (self._meters[local_rank].look(lambda: facts.cpu, now)
-                and self._child_meters[local_rank].look(lambda: descendants_cpu(pid), now))
+                and self._child_meters[local_rank].look(lambda: sum(each.cpu for each in descendants(pid).values()), now))
