@@ -78,6 +78,7 @@ ClusterName=shoal
 SlurmctldHost={self.machines.names[0]}({self.machines.hosts.address(0)})
 SlurmUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=30
 CryptoType=crypto/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none

@@ -1,4 +1,4 @@
-"""`shoal sbatch` in a real Slurm: SIGUSR1 saves, and a second submission ends with the weights of an undisturbed run."""
+"""`shoal sbatch` in a real Slurm: SIGUSR1 saves, and the next start ends with the weights of an undisturbed run."""
 
 import subprocess
 import sys
@@ -51,7 +51,8 @@ def until(path: Path, said) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_that_saved_at_its_limit_goes_on_when_submitted_again(slurm, tmp_path):
+@pytest.mark.parametrize("requeues", [True, False])
+def test_a_job_that_saved_at_its_limit_goes_on_when_it_starts_again(slurm, tmp_path, requeues):
     (tmp_path / "train.py").write_text(TRAIN)
     for name in ("plain", "stopped"):
         (tmp_path / name).mkdir()
@@ -65,22 +66,23 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_submitted_again(slurm, tmp_p
         queue = slurm.execute(["scontrol", "show", "job"]).stdout
         return f"{queue}\n{log.read_text() if log.exists() else ''}\n{slurm.said()}"
 
-    def submit(*more: str) -> str:
+    def submit(option: str, *more: str) -> str:
         assert main(["sbatch", "--nodes", "2", "--ranks", "1", "--log", str(log), "--output", str(tmp_path / "job.sh"),
-                     str(tmp_path / "train.py"), str(folder), "5", *more]) == 0
+                     option, str(tmp_path / "train.py"), str(folder), "5", *more]) == 0
         job = slurm.execute(["sbatch", "--parsable", str(tmp_path / "job.sh")])
         assert job.returncode == 0, job.stderr
         return job.stdout.strip()
 
-    number = submit()
+    number = submit("--resume-args=--resume") if requeues else submit("--no-requeue")
     for rank in range(2):
         until(folder / f"waits{rank}", said)
     assert slurm.execute(["scancel", "--batch", "--signal=USR1", number]).returncode == 0
-    deadline = time.monotonic() + SECONDS
-    while "ExitCode=143:0" not in slurm.execute(["scontrol", "show", "job", number]).stdout:
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.1)
-    submit("--resume")
+    if not requeues:
+        deadline = time.monotonic() + SECONDS
+        while "ExitCode=143:0" not in slurm.execute(["scontrol", "show", "job", number]).stdout:
+            assert time.monotonic() < deadline, said()
+            time.sleep(0.1)
+        submit("--no-requeue", "--resume")
     for rank in range(2):
         until(folder / f"end{rank}", said)
     assert (folder / "resumed").read_text() == "5"
@@ -93,6 +95,7 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_submitted_again(slurm, tmp_p
     (["--ranks", "1", "--name", "a\nb", "x.py"], "--name: got 'a\\nb'; a directive is one line"),
     (["--ranks", "1", "--run-args", "'", __file__], "--run-args: got \"'\": No closing quotation; quote its words"),
     (["--ranks", "1", "--output", "/no/such", __file__], "--output /no/such: cannot be written: No such file or directory"),
+    (["--ranks", "1", "--resume-args", "'", __file__], "--resume-args: got \"'\": No closing quotation; quote its words"),
     (["--ranks", "1", "no-such.py"], "no script 'no-such.py' in "),
 ])  # fmt: skip
 def test_a_script_that_cannot_be_is_refused(capsys, words, message):
@@ -102,8 +105,10 @@ def test_a_script_that_cannot_be_is_refused(capsys, words, message):
 
 def test_words_are_quoted_in_the_script(capsys, tmp_path):
     (tmp_path / "a b.py").touch()
-    assert main(["sbatch", "--ranks", "1", "--name", 'a "b"', str(tmp_path / "a b.py"), "$x"]) == 0
+    assert main(["sbatch", "--ranks", "1", "--name", 'a "b"', "--resume-args", "'$y z' -w",
+                 str(tmp_path / "a b.py"), "$x"]) == 0
     text = capsys.readouterr().out
     assert '#SBATCH --job-name="a \\"b\\""\n#SBATCH --nodes=1\n' in text
-    assert f"'{tmp_path}/a b.py' '$x' &" in text
+    assert f"'{tmp_path}/a b.py' '$x' \"${{more[@]}}\" &" in text
+    assert "more=('$y z' -w)\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0

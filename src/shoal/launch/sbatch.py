@@ -1,7 +1,8 @@
-"""`shoal sbatch` writes a script for Slurm whose ranks save before the time limit of the queue.
+"""`shoal sbatch` writes a script for Slurm whose ranks save before the time limit, and go on when Slurm starts it again.
 
 Slurm sends SIGUSR1 some seconds before the limit. The script passes SIGTERM to `shoal run`, whose ranks save and end. The
-program must save on SIGTERM within the grace period. The job ends with the exit code of `shoal run`.
+program must save on SIGTERM within the grace period. Then the script puts the job back into the queue; a job that ends in
+another way ends with the exit code of `shoal run`. From its second start on the program gets the arguments that resume it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -31,7 +33,9 @@ ask() {{  # the time limit is near: the ranks save and end
 }}
 trap ask USR1
 
-{command} &
+more=()
+[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || more=({resume})
+{command} "${{more[@]}}" &
 run=$!
 [ "$asked" -eq 0 ] || kill -TERM "$run"  # the signal came in between
 while true; do  # a trap ends `wait`, but not the run
@@ -39,7 +43,15 @@ while true; do  # a trap ends `wait`, but not the run
     code=$?
     kill -0 "$run" 2>/dev/null || break
 done
-exit "$code"
+{requeue}exit "$code"
+"""
+
+REQUEUE = f"""if [ "$asked" -eq 1 ] && [ "$code" -eq {128 + signal.SIGTERM} ]; then  # ended by SIGTERM: there is more to do
+    echo "shoal sbatch: the time limit is near; job $SLURM_JOB_ID goes back into the queue after start" \\
+        "$((${{SLURM_RESTART_COUNT:-0}} + 1))" >&2
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    echo "shoal sbatch: Slurm did not take the job back; submit it again with the arguments that resume it" >&2
+fi
 """
 
 
@@ -55,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directive", action="append", default=[], metavar="OPTION",
                         help="a further #SBATCH line, such as --directive=--gpus-per-node=8")
     parser.add_argument("--run-args", default="", metavar="WORDS", help="further options of `shoal run`, as one word")
+    parser.add_argument("--resume-args", default="", metavar="WORDS",
+                        help="further arguments of the script from its second start on, as one word, such as "
+                             "--resume-args=--resume; not needed by a script that resumes wherever it finds a checkpoint")
+    parser.add_argument("--no-requeue", action="store_true",
+                        help="end at the time limit (default: go back into the queue, and start again)")
     parser.add_argument("--output", metavar="FILE", help="where the script goes (default: standard output)")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
@@ -85,12 +102,15 @@ def main(args: argparse.Namespace) -> int:
 def script(args: argparse.Namespace) -> str:
     """Return the script for parsed arguments."""
     directives = [f"--job-name={_quoted(args.name)}", f"--nodes={args.nodes}", "--ntasks-per-node=1",
-                  f"--signal=B:USR1@{args.grace + MARGIN}", "--open-mode=append", f"--output={_quoted(args.log)}"]
+                  f"--signal=B:USR1@{args.grace + MARGIN}", "--open-mode=append", f"--output={_quoted(args.log)}",
+                  "--no-requeue" if args.no_requeue else "--requeue"]
     directives += [f"--time={_quoted(args.time)}"] if args.time else []
     directives += args.directive
     command = [sys.executable, "-m", "shoal", "run", "--launcher", "slurm", "--ranks", str(args.ranks), "--grace",
                str(args.grace), *split_words("--run-args", args.run_args), args.script, *args.args]
-    return TEMPLATE.format(directives="\n".join(f"#SBATCH {each}" for each in directives), command=shlex.join(command))
+    return TEMPLATE.format(directives="\n".join(f"#SBATCH {each}" for each in directives), command=shlex.join(command),
+                           resume=shlex.join(split_words("--resume-args", args.resume_args)),
+                           requeue="" if args.no_requeue else REQUEUE)
 
 
 def _quoted(value: str) -> str:
