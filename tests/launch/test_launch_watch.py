@@ -17,6 +17,7 @@ from shoal.recording.page import PAGES
 TRAIN = """
 import os, sys, time, torch, shoal
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+seed = torch.initial_seed()
 torch.manual_seed(0)
 engine, *_ = shoal.initialize(model=torch.nn.Linear(64, 64), config=config)
 rank, attempt = engine.global_rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -27,7 +28,7 @@ while engine.global_steps < steps:
     if engine.global_steps in (1, 6):
         with open("/proc/self/environ", "rb") as file:
             forked = b"SHOAL_SPARE=" in file.read()
-        os.write(1, f"step {engine.global_steps} rank {rank} {os.getpid()} {attempt} {forked}\\n".encode())
+        os.write(1, f"step {engine.global_steps} rank {rank} {os.getpid()} {attempt} {forked} {seed}\\n".encode())
     FAULT
     time.sleep(0.02)
 os.write(1, f"done {rank} {attempt}\\n".encode())
@@ -68,10 +69,11 @@ def test_a_stopped_rank_is_killed_and_spares_take_over(run, script):
     assert code == 0, err
     assert "rank 1 of 2 failed: stopped (state T, as by SIGSTOP)" in err
     assert "leaked" not in err  # as libraries say of objects that the spare has frozen
-    after = {int(words[4]) for words in map(str.split, out.splitlines())
-             if words[:2] == ["step", "1"] and words[5:] == ["1", "True"]}
+    after = {int(words[4]): words[7] for words in map(str.split, out.splitlines())
+             if words[:2] == ["step", "1"] and words[5:7] == ["1", "True"]}
     assert len(after) == 2
-    assert not after & set(before)
+    assert not after.keys() & set(before)
+    assert len(set(after.values())) == 2, "random numbers that a script has not seeded are of each rank"
     launch.wait_until_gone()
 
 

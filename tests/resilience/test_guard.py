@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,46 @@ IN_THE_SUM = "its replay gave another result: the ranks' own losses and gradient
 def test_an_error_in_the_sum_over_ranks_skips_no_sample(tmp_path: Path, norms: list[float], words: str) -> None:
     for rank, found in enumerate(run_ranks(2, verdict_on_a_replay, str(tmp_path / "record"), norms)):
         assert words in found, rank
+
+
+def verdict_after(path: str, samples: list[Samples]) -> str:
+    """Return what a guard logs of a step that is in order at its replay, with `samples` that the engine has drawn."""
+    assert dist.group.WORLD is not None
+    messages: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: messages.append(record.getMessage())
+    for loss in (float("nan"), 1.0):
+        guard = Guard(Path(path), GuardSettings(), Communicator(dist.group.WORLD, timeout=20))
+        guard.note_loss(torch.tensor(loss))
+        with suppress(GuardError):
+            guard.judge(7, 1.0, torch.tensor(1.0), lambda: samples)
+    return "".join(messages)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_hardware_is_not_certain_where_the_script_draws_samples(tmp_path: Path, drawn: bool) -> None:
+    samples = [Samples(epoch=0, ids=[3])] if drawn else []
+    (found,) = run_ranks(1, verdict_after, str(tmp_path / "record"), samples)
+    assert "This is a fault of hardware: rank 0 had another result" in found
+    assert ("unless the script gave the step other samples" in found) is not drawn
+
+
+def losses_of_a_guard(memory: str) -> tuple[int, float]:
+    """Discard a microbatch of which the loss is no number, and train on; return the steps, and the guard's first loss."""
+    os.environ[PAGES] = memory
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"},
+              "resilience": {"vault": {"every": 9}, "guard": {"enabled": True}}}
+    engine, *_ = shoal.initialize(model=nn.Linear(2, 1, bias=False), config=config)
+    engine.backward(engine(torch.ones(2, 2)).sum() * torch.nan)
+    engine.zero_grad()
+    for _ in range(2):
+        engine.backward(engine(torch.zeros(2, 2)).sum())
+        engine.step()
+    return engine.global_steps, engine.guard.state_dict()["loss"][0]
+
+
+def test_the_loss_of_a_discarded_microbatch_is_not_judged(tmp_path: Path) -> None:
+    assert run_ranks(1, losses_of_a_guard, str(tmp_path)) == [(1, 0.0)]
 
 
 def test_a_value_is_far_off_where_it_is_no_number_or_above_its_limit() -> None:

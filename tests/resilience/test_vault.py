@@ -21,7 +21,7 @@ from shoal.engine.schema import Config
 from shoal.errors import CheckpointError, ConfigError
 from shoal.recording.page import PAGES
 from shoal.resilience import vault
-from shoal.testing import run_ranks
+from shoal.testing import RankFailed, run_ranks
 
 BATCH = 12
 
@@ -103,6 +103,51 @@ def test_a_damaged_copy_is_removed_and_the_older_one_or_the_disk_is_loaded(tmp_p
     again = run_ranks(2, train, memory, disk, 3, 2)
     assert [(each["first"], each["path"]) for each in again] == [(3, f"{disk}/global_step3")] * 2
     assert list(Path(memory, "vault0").glob("step*")) == []
+
+
+def test_a_process_that_may_hold_parts_of_a_damaged_copy_does_not_train(tmp_path: Path) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 3, 1)
+    path = next(Path(memory, "vault0", "step2").glob("rank00000*"))
+    data = bytearray(path.read_bytes())
+    at = 8 + int.from_bytes(data[:8], "little")
+    for index in range(at, len(data)):  # every tensor of rank 0: some of rank 1 are loaded
+        data[index] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RankFailed, match="the copies in memory are damaged and removed"):
+        run_ranks(2, train, memory, disk, 4, 1)
+    anew = run_ranks(2, train, memory, disk, 4, 1)
+    undisturbed = run_ranks(2, train, str(tmp_path / "other"), disk, 4, 1)
+    assert anew[0]["first"] == 0
+    assert anew[0]["weights"] == undisturbed[0]["weights"]
+
+
+def train_and_go_back(memory: str, disk: str, tag: str | None) -> tuple[int, list[int]]:
+    """Train to step 7 with a checkpoint at step 3, load it, and take a step; return the step loaded, and those of copies."""
+    os.environ[PAGES] = memory
+    os.makedirs(memory, exist_ok=True)
+    config = {"train_batch_size": BATCH, "optimizer": {"type": "Adam"}, "resilience": {"vault": {"every": 2}}}
+    engine, _, loader, _ = shoal.initialize(model=nn.Linear(8, 1), training_data=Rows(), config=config)
+    assert loader is not None
+    loaded = -1
+    for rows, targets in loader:
+        if engine.global_steps == 7:
+            engine.load_checkpoint(disk, tag=tag)
+            loaded = engine.global_steps
+        engine.backward((engine(rows).squeeze(1) - targets).square().mean())
+        engine.step()
+        if loaded >= 0:
+            break
+        if engine.global_steps == 3:
+            engine.save_checkpoint(disk)
+    engine.checkpointer.wait_for_copy()
+    torch.distributed.barrier()
+    return loaded, [each.step for each in tags(Path(memory, "vault0"))]
+
+
+@pytest.mark.parametrize("tag", [None, "global_step3"])
+def test_a_script_that_goes_back_leaves_the_later_copies_behind(tmp_path: Path, tag: str | None) -> None:
+    assert run_ranks(2, train_and_go_back, str(tmp_path / "memory"), str(tmp_path / "disk"), tag) == [(3, [4])] * 2
 
 
 def test_a_newer_checkpoint_on_disk_is_loaded_instead(tmp_path: Path) -> None:

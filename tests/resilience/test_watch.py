@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import multiprocessing
 import os
 import signal
@@ -11,11 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from shoal.recording.page import RankPage, TrainingPhase, phase_of, read
+import shoal
+from shoal.recording.page import PAGES, RankPage, TrainingPhase, phase_of, read
+from shoal.recording.page import page as this_page
 from shoal.resilience import watch
 from shoal.resilience.processes import process
 from shoal.resilience.watch import StallKind, Watch
+from shoal.testing import run_ranks
 
 SLEEPER = "import time; time.sleep(1000)"
 SPINNER = "while True: pass"
@@ -237,3 +243,24 @@ def test_process_facts_come_from_proc() -> None:
     ended.start()
     ended.join()
     assert process(ended.pid or 0) is None
+
+
+def begin_without_room(memory: str) -> tuple[bool, list[str]]:
+    """Initialise a rank whose agent's memory is full; return whether the agent sees it, and the log."""
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.environ.update({PAGES: memory, "LOCAL_RANK": "0"})
+    os.posix_fallocate = os.ftruncate = refuse
+    messages: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: messages.append(record.getMessage())
+    shoal.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": {"type": "Adam"}})
+    return this_page.attached, messages
+
+
+def test_a_rank_without_room_for_its_page_says_so_and_trains(tmp_path: Path) -> None:
+    ((attached, messages),) = run_ranks(1, begin_without_room, str(tmp_path))
+    assert not attached
+    assert any(f"cannot see what this rank does, and notices no hang of it: {tmp_path} has no room" in text
+               for text in messages)

@@ -252,6 +252,8 @@ class BaseEngine(Accessors, nn.Module):
         if self.optimizer is not None and progress.boundary_override is None and (progress.backward_begun or at_start):
             self.optimizer.discard_gradients()
             progress.restart_accumulation(accumulation)
+            if self.guard is not None:
+                self.guard.forget()
 
     # The step
 
@@ -323,6 +325,8 @@ class BaseEngine(Accessors, nn.Module):
                         load_module_only: bool = False, custom_load_fn: Any = None,
                         ) -> tuple[str | None, dict[str, Any] | None]:
         """Load `load_dir/tag` (default: the tag that the file `latest` names), saved at any stage on any number of ranks.
+
+        With `resilience.vault`, a call without tag before this process's first step takes a copy in memory of more steps.
 
         Returns (path, client_state), or (None, None) with a warning when no tag is given and there is no `latest`.
         `load_module_only` takes the weights alone; with `load_module_strict` false, names that the checkpoint lacks keep

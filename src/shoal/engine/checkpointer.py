@@ -108,6 +108,10 @@ class Checkpointer:
         self._vault = vault
         self._client_state: Mapping[str, Any] = {}
         """The client state that was saved or loaded last, which a copy in memory carries on."""
+        self._has_stepped = False
+        """Whether this process has taken a step: a load is then no restart, and reads the folder."""
+        self._goes_on_from: int | None = None
+        """The steps of the state that was loaded since the last step: copies of more belong to a training that was left."""
 
     def save(self, training: TrainingObjects, save_dir: str | Path, tag: str | int | None, *,
              client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool) -> None:
@@ -134,12 +138,21 @@ class Checkpointer:
             pending.wait()
 
     def copy_to_vault(self, training: TrainingObjects) -> None:
-        """Copy `training` to the vault, if there is one and a copy is due; every rank calls it after a step.
+        """Copy `training` to the vault, if there is one and a copy is due; every rank calls it after each step.
+
+        The first step after a load removes the copies of later steps, with which the training does not go on.
 
         A copy that fails is logged, and training goes on. Raises `CheckpointError` at the first copy if memory has no room.
         """
         step = training.progress.global_steps
-        if self._vault is None or not self._vault.is_due(step):
+        if self._vault is None:
+            return
+        self._has_stepped = True
+        if self._goes_on_from is not None:
+            self._vault.wait_until_ended()
+            self._vault.forget_after(self._goes_on_from)
+            self._goes_on_from = None
+        if not self._vault.is_due(step):
             return
         pieces = self._pieces(training, "step", exclude_frozen=False)
         writer = self._vault.writer(pieces)
@@ -190,14 +203,22 @@ class Checkpointer:
         wait_for_saves()  # another engine of this process may be saving the files that are to be loaded
         wanted = _Wanted(strict=strict, moments=optimizer_states and not module_only, optimizer=optimizer_states,
                          schedule=schedule_states, everything=not module_only)
-        if tag is None and not module_only and (copied := self._load_copy(training, Path(load_dir), wanted)) is not None:
-            return copied
+        damage: CheckpointError | None = None
+        if tag is None and not module_only and not self._has_stepped:
+            copied, damage = self._load_copy(training, Path(load_dir), wanted)
+            if copied is not None:
+                return copied
         visible = self._parameter_groups.world.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
         if not any(visible):
             if complete := tags(Path(load_dir)):
                 raise CheckpointError(f"load_checkpoint: {load_dir} has no file 'latest', and the training would begin "
                                       f"anew; its newest intact checkpoint is {complete[-1].name!r}: load it with "
                                       f"tag={complete[-1].name!r}")
+            if damage is not None:
+                raise CheckpointError(f"load_checkpoint: the copies in memory are damaged and removed, {load_dir} has no "
+                                      f"checkpoint, and this process may have loaded parts of a damaged copy; start it "
+                                      f"again, as shoal run does with --max-restarts: the training then begins anew"
+                                      ) from damage
             warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
             return None, None
         if not all(visible):
@@ -210,10 +231,14 @@ class Checkpointer:
                                                             ranks=self._open_writer().ranks, groups=groups))
 
     def _load_copy(self, training: TrainingObjects, load_dir: Path, wanted: _Wanted,
-                   ) -> tuple[str | None, dict[str, Any] | None] | None:
-        """Load the newest intact copy of the vault that is newer than the checkpoint on disk; None where there is none."""
+                   ) -> tuple[tuple[str, dict[str, Any]] | None, CheckpointError | None]:
+        """Load the newest intact copy of the vault that is newer than the checkpoint on disk.
+
+        Returns what was loaded, None where there is no such copy; and why the last damaged copy could not be.
+        """
+        damage: CheckpointError | None = None
         if self._vault is None:
-            return None
+            return None, damage
         name = latest(load_dir)
         steps = [tag.step for tag in (tags(load_dir) if load_dir.is_dir() else []) if tag.name == name]
         on_disk = max(self._parameter_groups.world.gather_objects(max(steps, default=-1)))
@@ -222,13 +247,13 @@ class Checkpointer:
                 loaded = self._load(training, wanted, self._vault.open(copy, self._open_writer().ranks))
             except CheckpointError as error:
                 self._vault.remove(copy, error)
+                damage = error
                 continue
-            self._vault.forget_after(copy.step)
             if self._parameter_groups.world.rank == 0:
                 logger.info("load_checkpoint: loaded the copy of step %d in memory, not %s", copy.step, load_dir)
-            return loaded
-        self._vault.forget_after(on_disk)
-        return None
+            return loaded, damage
+        self._goes_on_from = on_disk
+        return None, damage
 
     def _load(self, training: TrainingObjects, wanted: _Wanted, opened: Snapshot) -> tuple[str, dict[str, Any]]:
         training.sharded.finish_pending()
@@ -241,6 +266,7 @@ class Checkpointer:
             if wanted.everything:
                 self._load_values(training, snapshot, private, optimizer=wanted.optimizer, schedule=wanted.schedule)
                 self._client_state = client_state
+                self._goes_on_from = training.progress.global_steps
             return str(snapshot.path), client_state
 
     def _open_writer(self) -> Writer:

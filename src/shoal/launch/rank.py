@@ -178,8 +178,10 @@ def _begin_as_rank(order: dict[str, typing.Any], options: RankOptions) -> None:
     os.environ.clear()
     os.environ.update(order["variables"])
     bind_to_cores(options, int(os.environ["LOCAL_RANK"]))
-    if "numpy" in sys.modules:  # torch's generators and Python's are seeded for a process of its own already
+    if "numpy" in sys.modules:  # Python's generator is seeded at the fork
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:  # those of devices begin with one seed in every process
+        sys.modules["torch"].default_generator.seed()
     for stream, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path is not None:
             opened = os.open(path, os.O_WRONLY)

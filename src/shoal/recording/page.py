@@ -101,11 +101,17 @@ class RankPage:
         return isinstance(self._memory, mmap.mmap)
 
     def attach(self, folder: str, local_rank: int, *, pid: int | None = None) -> None:
-        """Write into the file of `local_rank` in `folder` from now on, as process `pid` (this one)."""
+        """Write into the file of `local_rank` in `folder` from now on, as process `pid` (this one).
+
+        Raises OSError where memory has no room for the file; the page is then written as before.
+        """
         path = os.path.join(folder, f"rank{local_rank}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, _SIZE)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, _SIZE)  # a write to a mapped page without room would kill the process
+            else:
+                os.ftruncate(descriptor, _SIZE)
             memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)

@@ -146,14 +146,18 @@ class Guard:
         measured = self._measure(step, norm, gradient)
         objection = None if overflow else self._objection(measured)
         if suspect is not None and replayed:
+            drawn = list(samples())
+            culprit = _culprit(suspect, measured)
+            if not drawn:
+                culprit += " (unless the script gave the step other samples than before: the engine does not draw them)"
             if objection is None:
-                self._report_hardware(suspect, measured, "Training goes on")
+                self._report_hardware(suspect, measured, culprit, "Training goes on")
                 self._record.suspect = None
                 self._write()
             elif not _is_same_result(suspect, measured):
-                self._replay_again(suspect, measured, objection)
+                self._replay_again(suspect, measured, objection, culprit)
             else:
-                self._skip(step, objection, list(samples()))
+                self._skip(step, objection, drawn)
         elif objection is not None:
             self._record.suspect = measured
             self._rewind(f"step {step}: {objection}. The step is not taken: it is replayed from the last copy, to tell "
@@ -198,21 +202,21 @@ class Guard:
             self._record.skips = 0
             self._write()
 
-    def _report_hardware(self, before: _Measured, now: _Measured, follows: str) -> None:
+    def _report_hardware(self, before: _Measured, now: _Measured, culprit: str, follows: str) -> None:
         """Log which ranks measured something else when the step was replayed, and what `follows`."""
         if self._ranks.rank == 0:
             logger.error("resilience.guard: step %d gave a loss of %s and a gradient norm of %.4g, and %s and %.4g when it "
                          "was replayed. This is a fault of hardware: %s. %s", now.step, _shown(before.loss), before.norm,
-                         _shown(now.loss), now.norm, _culprit(before, now), follows)
+                         _shown(now.loss), now.norm, culprit, follows)
 
-    def _replay_again(self, before: _Measured, now: _Measured, objection: str) -> None:
+    def _replay_again(self, before: _Measured, now: _Measured, objection: str, culprit: str) -> None:
         """Restart for another replay of a step that is far off in another way each time; every rank raises."""
-        again = f"step {now.step}: {objection}, and its replay gave another result: {_culprit(before, now)}"
+        again = f"step {now.step}: {objection}, and its replay gave another result: {culprit}"
         if self._record.skips >= self._settings.max_skips:
             raise GuardError(f"{again}. Steps were skipped or replayed {self._record.skips} times already within "
                              f"{self._settings.window} steps (resilience.guard.max_skips), so this is not repeated: take "
                              f"the device out of the job")
-        self._report_hardware(before, now, "The step is replayed once more")
+        self._report_hardware(before, now, culprit, "The step is replayed once more")
         self._record.suspect = now
         self._record.skips += 1
         self._rewind(f"{again}. The step is replayed once more from the last copy")

@@ -205,7 +205,11 @@ def _attach_page() -> None:
     """Let the agent that watches this process read what it does."""
     memory, local_rank = agent_memory(), os.environ.get("LOCAL_RANK", "")
     if memory is not None and local_rank.isdecimal() and not page.attached:
-        page.attach(memory, int(local_rank))
+        try:
+            page.attach(memory, int(local_rank))
+        except OSError as error:
+            logger.warning("the agent cannot see what this rank does, and notices no hang of it: %s has no room for its "
+                           "page (%s); free memory there", memory, error)
 
 
 def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:
