@@ -228,6 +228,18 @@ def test_bits_do_not_depend_on_threads() -> None:
         assert torch.equal(one, many)
 
 
+def test_results_in_huge_pages_have_the_bits_of_smaller_ones() -> None:
+    length, dim = 1 << 17, 128  # 64 MiB each, from where the kernel requests huge pages
+    tensors = [torch.randn(1, 1, length, dim, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    whole = passes("native", tensors, Blocks.of(torch.eye(length // 64)[None], 64))
+    gradient = torch.randn(1, 1, length, dim, generator=torch.Generator().manual_seed(9))
+    half = [each[:, :, :length // 2].clone().requires_grad_() for each in tensors]
+    output = attend(*half, Blocks.of(torch.eye(length // 128)[None], 64), backend="native")
+    output.backward(gradient[:, :, :length // 2])
+    for one, other in zip(whole, [output.detach(), *(each.grad for each in half)], strict=True):
+        assert other is not None and torch.equal(one[:, :, :length // 2], other)
+
+
 def test_operands_may_be_transposed_views() -> None:
     blocks = random_blocks(1, 5, 16)
     tensors = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in operands(blocks, 4, 4, 32)]

@@ -20,7 +20,7 @@ __all__ = ["UNIT", "KernelCall", "available", "backward", "forward"]
 
 UNIT = 16
 """Blocks and head dims are multiples of it."""
-_VERSION = 2
+_VERSION = 3
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 _TERMS = 3
 
@@ -91,7 +91,7 @@ def backward(call: KernelCall, query: Tensor, key: Tensor, value: Tensor, output
     `score_gradient` (batches, heads, visited blocks of a head, block, block), zeros, receives the gradient of the scores
     after the scale.
     """
-    gradients = torch.empty(query.shape), torch.zeros(key.shape), torch.zeros(value.shape)
+    gradients = torch.empty(query.shape), torch.empty(key.shape), torch.empty(value.shape)
     names = ("query_gradient", "key_gradient", "value_gradient")
     _run("backward", _problem(
         call, query, key, value, output, sums,
