@@ -100,7 +100,7 @@ def _score(call: AttentionCall, bucket: _Bucket, heads: slice, query: Tensor, ke
     device = query.device
     rows, columns = bucket.rows.to(device), bucket.columns.to(device)
     group = query.shape[1] // key.shape[1]
-    some = query[:, heads][:, :, rows].float() * call.scale
+    some = query[:, heads][:, :, rows].float().mul_(call.scale)
     kv = slice(heads.start // group, (heads.stop - 1) // group + 1)
     gathered = [each[:, kv][:, :, columns].flatten(3, 4).float() for each in (key, value)]
     if kv.stop - kv.start != heads.stop - heads.start:
@@ -142,14 +142,15 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     for bucket in _buckets(blocks, query.shape[0], call.heads if blocks.heads == 1 else 1):
         heads = _heads_of(bucket, call)
         scored = _score(call, bucket, heads, q, k, v, row_keys)
-        of_rows = scored.scores.logsumexp(-1)
-        weights = scored.scores.sub_(of_rows.masked_fill(of_rows == -torch.inf, 0)[..., None]).exp_()
+        largest = scored.scores.amax(-1, keepdim=True)
+        weights = scored.scores.sub_(largest.masked_fill(largest == -torch.inf, 0)).exp_()
+        total = weights.sum(-1, keepdim=True)
         if scored.kept is not None:
             weights *= scored.kept
-            weights *= call.kept
+        share = total.reciprocal().masked_fill_(total == 0, 0)  # a row that sees nothing has weights and an output of 0
         rows = bucket.rows.to(query.device)
-        out[:, heads, rows] = (weights @ scored.value).to(query.dtype)
-        all_sums[:, heads, rows] = of_rows
+        out[:, heads, rows] = (weights @ scored.value).mul_(share.mul_(call.kept)).to(query.dtype)
+        all_sums[:, heads, rows] = largest.add_(total.log_())[..., 0]
     return output, sums
 
 
