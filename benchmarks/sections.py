@@ -66,6 +66,7 @@ SECTIONS = {
     "choice": Section(command="choice.py", minutes=1, code=ONEBIT, needs="after communication and convergence"),
     "tensor_parallel": Section(command="tensor_parallel.py", minutes=2, code=("src/shoal/tensor_parallel",)),
     "attention": Section(command="attention.py", minutes=10, code=("src/shoal/attention", "src/shoal/native")),
+    "sequence": Section(command="sequence.py", minutes=2, code=("src/shoal/sequence_parallel", "src/shoal/attention")),
     "faults": Section(command="faults.py --faults 203 --quiet 3 --stages 0 1 2 3 2-offload 3-offload 2-mesh", minutes=60,
                       code=SURVIVAL),
     "survival": Section(command="survival.py --rounds 6", minutes=10, code=SURVIVAL),
