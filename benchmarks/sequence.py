@@ -2,8 +2,8 @@
 
     python benchmarks/sequence.py [--length 8192] [--ranks 2 4]
 
-fp32, one sample, 8 heads of 64. The layout is a window of 3 blocks of 64 and one global block; "dense" visits all blocks. The
-loss is the mean of squares of the output. No time is measured: all ranks are on this machine.
+fp32, one sample, 8 heads of 64. The layout is a window of 3 blocks of 64 and one global block; "dense" visits all blocks.
+The loss is the mean of squares of the output. No time is measured: all ranks are on this machine.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from attention import DIM, HEADS, operands, window
 from progress import progress
 from results import Outcome, Sheet, Target
 from torch import Tensor
 
+from attention import DIM, HEADS, operands, window
 from shoal.attention import Blocks, attend
 from shoal.recording import traffic
 from shoal.sequence_parallel import SequenceAxis, attend_sequence, block_plan, heads_plan
