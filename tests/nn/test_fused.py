@@ -190,6 +190,14 @@ def test_cross_entropy_has_second_derivatives() -> None:
                                torch.func.grad(lambda z: F.cross_entropy(z, targets))(logits.detach()))
 
 
+def test_learned_angles_have_gradients() -> None:
+    x, angles = torch.randn(2, 3, 8), torch.randn(3, 4, requires_grad=True)
+    turned = rotary(x, angles.cos(), angles.sin())
+    low, high = x.chunk(2, -1)
+    expected = torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sin().sum(), angles)[0] for each in (turned, expected)))
+
+
 def test_operands_of_two_dtypes_take_the_wider_one() -> None:
     gate, up = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(3, 4)
     torch.testing.assert_close(swiglu(gate, up), F.silu(gate.float()) * up)

@@ -238,6 +238,9 @@ def test_a_tiled_mlp_equals_the_module() -> None:
     (lambda: tiled_head(nn.Embedding(2, 2)), "got a torch.nn.modules.sparse.Embedding"),
     (lambda: use_tiled_loss(nn.Linear(2, 2)), "is no language model"),
     (lambda: TiledMLP(nn.Linear(2, 2), rows=0), "rows: got 0"),
+    (lambda: TiledMLP(nn.Linear(2, 2), rows=2.5), "rows: got 2.5"),  # pyright: ignore[reportArgumentType]
+    (lambda: TiledMLP(nn.Linear(2, 2), rows=2)(torch.randn(2)), r"got an input \(2,\), which has no dim -2"),
+    (lambda: TiledMLP(nn.LSTM(2, 2), rows=2)(torch.randn(4, 2)), "LSTM returned a tuple"),
 ])  # fmt: skip
 def test_wrong_operands_are_refused(call: Callable[[], object], words: str) -> None:
     pytest.importorskip("transformers")

@@ -236,6 +236,28 @@ def test_injected_models_compute_as_before(kind: str) -> None:
     assert torch.equal(mine(input_ids=ids).last_hidden_state, plain(input_ids=ids).last_hidden_state)
 
 
+@pytest.mark.parametrize("change", ["eval mode", "other class", "one alone"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_dropouts_that_a_script_changed_are_those_of_the_model(kind: str, change: str) -> None:
+    plain = hugging_face(kind).train()
+    for name, module in [*plain.named_modules()]:
+        if not isinstance(module, nn.Dropout) or name.endswith(("self.dropout", "attn_dropout")):
+            continue
+        if change == "other class":
+            plain.set_submodule(name, nn.Identity())
+        elif change == "eval mode":
+            module.eval().p = 0.5
+        elif name.endswith(("attention.output.dropout", "resid_dropout")):
+            module.p = 0.5
+    mine = copy.deepcopy(plain)
+    inject_transformer_layers(mine)
+    ids, outputs = torch.randint(50, (2, LENGTH)), list[Tensor]()
+    for model in (plain, mine):
+        torch.manual_seed(1)
+        outputs.append(model(input_ids=ids).last_hidden_state)
+    torch.testing.assert_close(*outputs)
+
+
 def test_generation_over_a_cache_is_the_models_own() -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     torch.manual_seed(0)

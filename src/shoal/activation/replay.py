@@ -1,26 +1,35 @@
 """A recompute has the random numbers and buffers of its forward, and saved tensors that nobody wrote to since.
 
     random states    those before the forward, while the recompute runs
-    buffers          copies of the values before the forward, which the recompute updates; kept of those that it wrote to
+    buffers          those before the forward, in copies that the recompute updates
     saved tensors    a write in place after autograd saved one raises at backward, as in plain PyTorch
+
+The copy of a large buffer in host memory shares its memory until one of the two is written to, so that a buffer that nobody
+writes to costs nothing. Elsewhere, and of memory that torch did not allocate, the forward begins with a copy of the bytes,
+which is kept if the forward wrote to the buffer; else the recompute copies the buffer as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from shoal.activation.random_states import TRACKER, AllStates, ReenteredContext
+from shoal.device import on_accelerator
 from shoal.errors import UsageError
 
 __all__ = ["Replay", "replayed"]
+
+_SMALL = 1 << 16
+"""Bytes up to which a copy of a buffer has memory of its own, and is kept though no write to the buffer was counted."""
 
 
 class Replay:
@@ -29,7 +38,7 @@ class Replay:
     def __init__(self, name: str, modules: Iterable[nn.Module]):
         """The forward of `name`, which runs `modules`, begins."""
         self._states = AllStates.of(TRACKER)
-        self._buffers = _Buffers(modules)
+        self._buffers = _Buffers(name, modules)
         self._saved = _SavedVersions(name)
 
     @contextmanager
@@ -48,57 +57,109 @@ class Replay:
 
 def replayed(name: str, modules: Iterable[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a forward of `name`, which begins now, and of its recomputes, for torch's checkpoint."""
+    if not torch.is_grad_enabled():
+        return nullcontext(), nullcontext()
     replay = Replay(name, modules)
     return replay.forward(), ReenteredContext(replay.recompute)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Buffer:
     """A buffer as it was before a forward."""
 
-    module: nn.Module
-    name: str
+    path: str
     tensor: Tensor
     version: int
     values: Tensor | None
-    """A copy; None where the forward did not write to it."""
+    """A copy; None where the buffer has these values still, or had none."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, path: str) -> _Buffer:
+        if is_lazy(tensor):  # the forward gives it a shape
+            return cls(path=path, tensor=tensor, version=-1, values=None)
+        return cls(path=path, tensor=tensor, version=_version(tensor), values=_copy(tensor))
 
     @property
     def is_written(self) -> bool:
-        """Whether the module has another buffer by now, or other values in it."""
-        now = self.module._buffers.get(self.name)  # pyright: ignore[reportPrivateUsage]  not of a parametrization
-        return now is not self.tensor or _version(self.tensor) != self.version
+        return _version(self.tensor) != self.version
+
+    @property
+    def costs_memory(self) -> bool:
+        """Whether the copy has much memory of its own without need."""
+        return (self.values is not None and not self.is_written and _is_large(self.values)
+                and not torch._C._is_cow_tensor(self.values))  # pyright: ignore  it has no annotation
+
+    def at_start(self, block: str) -> Tensor:
+        """Return a copy for a recompute. Raises `UsageError` where none was kept and the buffer has other values now."""
+        if self.values is None and self.version >= 0 and self.is_written:
+            raise UsageError(f"recompute: the buffer '{self.path}' of {block}, of shape {tuple(self.tensor.shape)}, was "
+                             f"written to in place after a forward that did not write to it, so that backward cannot "
+                             f"compute the block again; write to it in the forward, or after backward")
+        return _copy(self.tensor if self.values is None else self.values, self.tensor.requires_grad)
 
 
 class _Buffers:
     """The buffers of modules before a forward."""
 
-    def __init__(self, modules: Iterable[nn.Module]):
-        self._found = [
-            _Buffer(module=module, name=name, tensor=buffer, version=_version(buffer), values=buffer.detach().clone())
-            for root in modules for module in root.modules()
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)]
+    def __init__(self, block: str, modules: Iterable[nn.Module]):
+        self._block = block
+        self._found: dict[int, _Buffer] = {}
+        """By the identity of the buffer: several modules may share one."""
+        self._before = [(module, _buffers(module)) for root in modules for module in root.modules()]
+        for root in modules:
+            for path, tensor in root.named_buffers():
+                self._found[id(tensor)] = _Buffer.of(tensor, path)
 
     def end_forward(self) -> None:
-        """Keep the values of those that the forward wrote to."""
-        self._found = [each if each.is_written else replace(each, values=None) for each in self._found]
+        """Give the memory of copies back that nobody needs."""
+        for each in self._found.values():
+            if each.costs_memory:
+                each.values = None
 
     @contextmanager
     def apart(self) -> Generator[None]:
         """Within the context the modules update copies; afterwards they have their own buffers, as they are now."""
-        now = [(each, each.module._buffers.get(each.name)) for each in self._found]  # pyright: ignore[reportPrivateUsage]
-        copies: dict[int, Tensor] = {}  # one of each buffer, however many modules share it
-        for each, buffer in now:
-            if id(each.tensor) not in copies:
-                copies[id(each.tensor)] = (each.tensor if each.values is None else each.values).detach().clone()
-            if buffer is not None:
-                setattr(each.module, each.name, copies[id(each.tensor)])
+        copies = {key: each.at_start(self._block) for key, each in self._found.items()}
+        now = [(module, _buffers(module)) for module, _ in self._before]
+        for module, buffers in self._before:
+            _exchange(module, {name: None if each is None else copies[id(each)] for name, each in buffers.items()})
         try:
             yield
         finally:
-            for each, buffer in now:
-                if buffer is not None:
-                    setattr(each.module, each.name, buffer)
+            for module, buffers in now:
+                _exchange(module, buffers)
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of a module without those of its children; None is one that has no values yet."""
+    return dict(module._buffers.items())  # pyright: ignore[reportPrivateUsage]  a public name leaves out None
+
+
+def _exchange(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Let a module have these buffers."""
+    present = _buffers(module)
+    for name in present.keys() - buffers.keys():
+        del module._buffers[name]  # pyright: ignore[reportPrivateUsage]  delattr forgets that it is not persistent
+    for name, buffer in buffers.items():
+        if name not in present or present[name] is not buffer:
+            module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]  setattr takes a new name as an attribute
+
+
+def _copy(tensor: Tensor, requires_grad: bool = False) -> Tensor:
+    """Return a copy without a graph; a large one on the host has no memory of its own until one of the two is written to."""
+    source = tensor.detach()
+    if requires_grad:
+        return source.requires_grad_().clone()  # no leaf: the forward may write to it
+    if _is_large(source) and not on_accelerator(source):
+        try:
+            return torch._lazy_clone(source)  # pyright: ignore  it has no annotation
+        except RuntimeError:  # memory that torch did not allocate: of numpy, or shared between processes
+            pass
+    return source.clone()
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.nbytes > _SMALL
 
 
 class _SavedVersions:

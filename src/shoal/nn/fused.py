@@ -57,13 +57,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Return `x` (..., length, dim) with pairs (i, i + dim / 2) turned by the angles of their position.
 
-    `cosines` and `sines` of the angles are (length, dim / 2) and get no gradient.
+    `cosines` and `sines` of the angles are (length, dim / 2). Where they are to have gradients, torch computes.
     """
     wanted = (*x.shape[-2:-1], x.shape[-1] // 2) if x.dim() > 1 else None
     if cosines.shape != wanted or sines.shape != wanted or x.shape[-1] % 2:
         raise UsageError(f"rotary: got x {tuple(x.shape)}, cosines {tuple(cosines.shape)} and sines {tuple(sines.shape)}; "
                          f"they are (..., length, dim), and (length, dim / 2)")
-    if needs_operators(x, cosines, sines):
+    if needs_operators(x, cosines, sines) or (torch.is_grad_enabled() and (cosines.requires_grad or sines.requires_grad)):
         return _plain_turn(x, cosines, sines)
     return cast(Tensor, _Rotary.apply(x, cosines, sines))
 

@@ -66,8 +66,9 @@ class _Kind:
     """The names of the forward's arguments after hidden_states, in order."""
     gelu: str
     """The name of the activation in the configuration."""
-    dropouts: tuple[str, str]
-    """Paths of the dropout of probabilities and of that of hidden states."""
+    dropouts: tuple[str, str, str]
+    """Paths of the dropout of probabilities, which follows the mode of the module around it, and of those of the outputs of
+    attention and MLP, which follow their own."""
     pre_norm: bool
     causal: Callable[[Any], bool]
     scale: Callable[[Any], float | None]
@@ -80,13 +81,13 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType({
                  "intermediate.dense", "output.dense"),
         norms=("attention.output.LayerNorm", "output.LayerNorm"), linear_class="Linear", input_first=False,
         arguments=("attention_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values"),
-        gelu="hidden_act", dropouts=("attention.self.dropout", "output.dropout"), pre_norm=False,
+        gelu="hidden_act", dropouts=("attention.self.dropout", "attention.output.dropout", "output.dropout"), pre_norm=False,
         causal=lambda layer: layer.is_decoder, scale=lambda layer: None),
     "GPT2Block": _Kind(
         config=lambda layer: layer.attn.config,
         linears=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), norms=("ln_1", "ln_2"), linear_class="Conv1D",
         input_first=True, arguments=("past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask"),
-        gelu="activation_function", dropouts=("attn.attn_dropout", "mlp.dropout"), pre_norm=True,
+        gelu="activation_function", dropouts=("attn.attn_dropout", "attn.resid_dropout", "mlp.dropout"), pre_norm=True,
         causal=lambda layer: True, scale=lambda layer: layer.attn.scaling),
 })
 
@@ -155,8 +156,6 @@ def _not_served(layer: Any, kind: _Kind, given: Mapping[str, Any]) -> str | None
         return ""
     if given.get("encoder_hidden_states") is not None or given.get("output_attentions") or _records_attention():
         return ""
-    if layer.training and any(layer.get_submodule(path).p >= 1 for path in kind.dropouts):
-        return ""
     implementation = kind.config(layer)._attn_implementation
     if implementation not in (None, "eager", "sdpa"):
         return f"its attention is {implementation!r}"
@@ -166,10 +165,24 @@ def _not_served(layer: Any, kind: _Kind, given: Mapping[str, Any]) -> str | None
         norm = layer.get_submodule(path)
         if type(norm) is not nn.LayerNorm or len(list(norm.parameters())) != _AFFINE:
             return "its norms were replaced"
+    if any(type(layer.get_submodule(path)) is not nn.Dropout for path in kind.dropouts):
+        return "its dropouts were replaced"
+    _, *of_outputs = rates = _dropout_rates(layer, kind)
+    if len(set(of_outputs)) > 1:
+        return "its two dropouts of hidden states differ"
+    if max(rates) >= 1:
+        return ""
     hooked = [name for name, module in layer.named_modules() if name and has_hooks(module, "shoal", "transformers")]
     if hooked:
         return f"its {hooked[0]} has hooks"
     return None
+
+
+def _dropout_rates(layer: Any, kind: _Kind) -> list[float]:
+    """Return the shares that the dropouts of `kind` drop in their present modes."""
+    around = kind.dropouts[0].rpartition(".")[0]
+    modes = [layer.get_submodule(path).training for path in (around, *kind.dropouts[1:])]
+    return [layer.get_submodule(path).p if training else 0.0 for path, training in zip(kind.dropouts, modes, strict=True)]
 
 
 def _records_attention() -> bool:
@@ -200,7 +213,7 @@ def _weights(layer: nn.Module, kind: _Kind) -> LayerWeights:
 def _form(layer: Any, kind: _Kind, options: _Options) -> LayerForm:
     config = kind.config(layer)
     norm: Any = layer.get_submodule(kind.norms[0])
-    attention_dropout, hidden_dropout = (layer.get_submodule(path).p if layer.training else 0.0 for path in kind.dropouts)
+    attention_dropout, hidden_dropout, _ = _dropout_rates(layer, kind)
     return LayerForm(heads=config.num_attention_heads, pre_norm=kind.pre_norm, eps=norm.eps, causal=kind.causal(layer),
                      scale=kind.scale(layer), gelu=_GELUS[getattr(config, kind.gelu)], attention_dropout=attention_dropout,
                      hidden_dropout=hidden_dropout, invertible=options.invertible, recompute_gelu=options.recompute_gelu)

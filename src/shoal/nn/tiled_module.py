@@ -29,8 +29,7 @@ def over_tiles(function: Callable[..., Any], tensors: Sequence[Tensor], *, rows:
     Random numbers of the recompute are those of the forward, and so are the buffers of `modules`. Raises UsageError for rows
     below 1, or tensors of several lengths.
     """
-    if rows < 1:
-        raise UsageError(f"over_tiles: rows: got {rows}; give 1 or more positions")
+    _check_rows("over_tiles", rows)
     lengths = {tensor.shape[dim] for tensor in tensors}
     if len(lengths) > 1:
         raise UsageError(f"over_tiles: got tensors of {', '.join(map(str, sorted(lengths)))} positions along dim {dim}; "
@@ -46,13 +45,23 @@ def in_tiles(module: nn.Module, x: Tensor, *, rows: int, dim: int = -2) -> Tenso
     `module` must map each position by itself, as linear layers, norms and activations do. Random numbers of the recompute
     are those of the forward. Raises UsageError for rows below 1, or a module that changes the number of positions.
     """
-    if rows < 1:
-        raise UsageError(f"in_tiles: rows: got {rows}; give 1 or more positions")
-    output = torch.cat(over_tiles(module, [x], rows=rows, dim=dim, modules=[module]), dim)
+    _check_rows("in_tiles", rows)
+    if not -x.dim() <= dim < x.dim():
+        raise UsageError(f"in_tiles: got an input {tuple(x.shape)}, which has no dim {dim} of positions")
+    outputs = over_tiles(module, [x], rows=rows, dim=dim, modules=[module])
+    if not isinstance(outputs[0], Tensor):
+        raise UsageError(f"in_tiles: {type(module).__name__} returned a {type(outputs[0]).__name__}; only a module that "
+                         f"returns one tensor can run in tiles")
+    output = torch.cat(outputs, dim)
     if output.shape[dim] != x.shape[dim]:
         raise UsageError(f"in_tiles: {type(module).__name__} made {output.shape[dim]} positions of {x.shape[dim]} along dim "
                          f"{dim}; only a module that maps each position by itself can run in tiles")
     return output
+
+
+def _check_rows(what: str, rows: object) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise UsageError(f"{what}: rows: got {rows!r}; give 1 or more positions")
 
 
 class TiledMLP(nn.Module):
@@ -60,8 +69,7 @@ class TiledMLP(nn.Module):
 
     def __init__(self, module: nn.Module, *, rows: int, dim: int = -2):
         super().__init__()
-        if rows < 1:
-            raise UsageError(f"TiledMLP: rows: got {rows}; give 1 or more positions")
+        _check_rows("TiledMLP", rows)
         self.module, self.rows, self.dim = module, rows, dim
 
     def forward(self, x: Tensor) -> Tensor:
