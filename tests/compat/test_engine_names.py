@@ -227,6 +227,16 @@ def test_a_checkpoint_engine_writes_and_reads_files(tmp_path: Path) -> None:
     assert [engine.is_data_parallel_writer(rank) for rank in range(2)] == [True, False]
 
 
+def test_the_norm_of_a_skipped_step_is_infinite() -> None:
+    engine, *_ = initialize(model=model(), config={"train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": ADAM})
+    for factor in (torch.nan, 1.0):
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum() * factor)
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None and (norm == torch.inf) == (engine.skipped_steps == engine.global_steps)
+    assert engine.skipped_steps == 1
+
+
 # Modules and versions
 
 

@@ -57,6 +57,30 @@ def test_no_sync_and_boundaries_set_by_hand_accumulate(stage: int) -> None:
     run_ranks(2, accumulate, stage)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_engines_gradients_can_be_discarded_by_hand(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate sets each boundary by hand, and its optimizer's `zero_grad` never reaches the engine."""
+    warned: list[str] = []
+    monkeypatch.setattr("shoal.engine.base.warn_once", warned.append)
+    configuration = {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "optimizer": {"type": "AdamW"}}
+    judge, alone, maker = (shoal.initialize(model=nn.Linear(3, 3), config=configuration)[0] for _ in range(3))
+    alone.load_module_state_dict(judge.consolidated_state_dict())
+    x = torch.arange(6.0).reshape(2, 3)
+    for _ in range(2):
+        for engine in (judge, alone):
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(x).square().mean())
+            engine.zero_grad()  # its own gradients are kept
+            engine.step()
+        maker.backward(judge(maker(x)).mean())
+        maker.step()
+        judge.zero_grad()
+    assert same(weights(judge), weights(alone)) and not warned
+    maker.backward(judge(maker(x)).mean())
+    judge.backward(judge(x).square().mean())
+    assert "the next step also takes the gradients that another engine's backward left here" in warned[0]
+
+
 def test_calls_in_the_wrong_order_are_refused() -> None:
     engine = build(2)
     with pytest.raises(UsageError, match=r"rank 0: step\(\) without gradients; call engine\.backward\(loss\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,29 @@ def _edited(folder: str, stage: int, way: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_edit_leaves_the_masters_of_what_it_does_not_write(stage: int, way: str, tmp_path: Path) -> None:
     run_ranks(2, _edited, str(tmp_path), stage, way)
+
+
+def dropped_writes(folder: str, way: str) -> None:
+    """Read, write for all ranks, and write in vain as `merge_adapter` of PEFT does: only the last is warned of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shoal").addHandler(handler)
+    engine = engine_of(folder, way)
+    weights = list(engine.module.parameters())
+    step(engine)
+    with shoal.gathered(engine.module):
+        assert all(bool(weight.isfinite().all()) for weight in weights)
+        with shoal.gathered(weights[0], modifier_rank=0), torch.no_grad():
+            weights[0].fill_(torch.nan)
+    with shoal.gathered(weights[0]):
+        assert weights[0].isnan().all()
+    assert not any("gathered:" in each for each in said), said
+    with shoal.gathered(engine.module):
+        weights[2].data += 1
+    assert [each for each in said if "gathered: parameter '2.weight' was written within the context" in each]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_that_gathered_drops_are_named(way: str, tmp_path: Path) -> None:
+    run_ranks(2, dropped_writes, str(tmp_path), way)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -178,6 +179,11 @@ class PublishedEngine(BaseEngine):
         if not self.published.torch_autocast_enabled:
             return nullcontext()
         return torch.autocast(self.device.type, self.published.torch_autocast_dtype or torch.bfloat16)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the global norm at the last step, before clipping; as published, infinite where an overflow skipped it."""
+        skipped = self.optimizer is not None and self.optimizer.overflow
+        return inf if skipped else super().get_global_grad_norm()
 
     # Checkpoints
 

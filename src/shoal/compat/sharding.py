@@ -70,8 +70,8 @@ class Init(NativeInit):
 class GatheredParameters:
     """Context in which `params` (one, or an iterable) are whole.
 
-    With `modifier_rank` None, writes are dropped; with a rank, that rank's writes are taken over everywhere. Parameters
-    that nothing shards are left alone.
+    With `modifier_rank` None, writes are dropped, with a warning; with a rank, that rank's writes are taken over
+    everywhere. Parameters that nothing shards are left alone.
     """
 
     def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,

@@ -107,7 +107,7 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
 def _nest_dotted(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` with literal keys such as "zero_optimization.reduce_bucket_size", which TRL writes, in their sections.
 
-    They fill in what is missing or "auto" there.
+    They fill in what is missing or "auto" there. Sizes are cut to whole numbers: TRL writes 0.9 x hidden size squared.
     """
     values = {key: value for key, value in given.items() if "." not in key}
     for key in (key for key in given if "." in key):
@@ -116,7 +116,9 @@ def _nest_dotted(given: Mapping[str, Any]) -> dict[str, Any]:
         if section not in nested(Config) or not isinstance(inner, Mapping):
             values[key] = given[key]
         elif name not in inner or is_auto(inner[name]):
-            values[section] = {**inner, name: given[key]}
+            value = given[key]
+            cut = section == "zero_optimization" and isinstance(value, float)
+            values[section] = {**inner, name: int(value) if cut else value}
     return values
 
 

@@ -35,7 +35,7 @@ from shoal.engine.state_dicts import StateDicts
 from shoal.engine.survival import StepJudge, open_guard, open_vault
 from shoal.errors import GuardError, NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
-from shoal.log import logger
+from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
@@ -229,7 +229,12 @@ class BaseEngine(Accessors, nn.Module):
         """
         if self.optimizer is None:
             raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
-        self.progress.begin_backward()
+        own = BaseEngine.running_backward.caller in (None, self)
+        if own and self.progress.holds_foreign_gradients:
+            warn_once("backward: the next step also takes the gradients that another engine's backward left here, of a loss "
+                      "that led through both models. To discard them call engine.zero_grad() first (Accelerate passes on no "
+                      "optimizer.zero_grad()), or freeze this model in the other pass by requires_grad_(False)")
+        self.progress.begin_backward(own=own)
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
         self.optimizer.finish_deferred_steps()  # of units that this forward did not use
@@ -245,11 +250,13 @@ class BaseEngine(Accessors, nn.Module):
         """Discard accumulated gradients at the start of an accumulation. Within one they are kept, for `step` consumes them.
 
         After a backward that no call of `step` has followed, because it failed or was interrupted, the accumulation begins
-        anew. Where boundaries are set by hand, `engine.optimizer.zero_grad()` discards gradients.
+        anew. Where boundaries are set by hand, an accumulation starts with the engine's first own backward, and
+        `engine.optimizer.zero_grad()` discards gradients within it.
         """
         progress, accumulation = self.progress, self.gradient_accumulation_steps()
-        at_start = progress.micro_steps % accumulation == 0
-        if self.optimizer is not None and progress.boundary_override is None and (progress.backward_begun or at_start):
+        at_start = (progress.backward_begun or progress.micro_steps % accumulation == 0
+                    if progress.boundary_override is None else not progress.own_passes)
+        if self.optimizer is not None and at_start:
             self.optimizer.discard_gradients()
             progress.restart_accumulation(accumulation)
             if self.guard is not None:

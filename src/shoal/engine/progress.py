@@ -37,6 +37,8 @@ class Progress:
     """A backward pass has begun since the last call of `step`."""
     passes: int = 0
     """Backward passes since the last call of `step`."""
+    own_passes: int = 0
+    """Backward passes since the last optimizer step, without those that another engine's `backward` ran."""
     loss_is_scaled: Callable[[], bool] = lambda: False
     """Whether the backward pass under way is one of a loss that `Engine.scale` returned."""
 
@@ -46,10 +48,16 @@ class Progress:
             return self.boundary_override
         return (self.micro_steps + 1) % accumulation == 0
 
-    def begin_backward(self) -> None:
-        """Note the begin of a backward pass."""
+    @property
+    def holds_foreign_gradients(self) -> bool:
+        """Whether all gradients so far are those of other engines' backward passes."""
+        return self.passes > 0 and not self.own_passes
+
+    def begin_backward(self, *, own: bool) -> None:
+        """Note the begin of a backward pass, which is not the engine's `own` where another engine's `backward` runs it."""
         self.backward_begun = True
         self.passes += 1
+        self.own_passes += own
 
     def begin_scaled_backward(self, is_running: Callable[[], bool]) -> None:
         """Note that autograd differentiates a scaled loss, for as long as the pass `is_running`."""
@@ -63,6 +71,7 @@ class Progress:
     def count_step(self, samples: int, *, applied: bool) -> None:
         """Count an optimizer step over `samples` samples; one that was not `applied` is skipped."""
         self.step_applied = applied
+        self.own_passes = 0
         self.global_steps += 1
         self.global_samples += samples
         self.skipped_steps += not applied
@@ -72,10 +81,11 @@ class Progress:
         self.micro_steps += count
 
     def restart_accumulation(self, accumulation: int) -> None:
-        """Discard the microbatches of an unfinished step."""
+        """Discard the microbatches of an unfinished step; where boundaries are set by hand, their numbers mean nothing."""
         self.backward_begun = False
-        self.passes = 0
-        self.micro_steps -= self.micro_steps % accumulation
+        self.passes = self.own_passes = 0
+        if self.boundary_override is None:
+            self.micro_steps -= self.micro_steps % accumulation
 
     def change_accumulation(self, accumulation: int) -> None:
         """Begin a step of another length, and count microbatches as if every step had that length."""
