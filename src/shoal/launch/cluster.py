@@ -20,7 +20,7 @@ from types import FrameType
 from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
-from shoal.launch.complaints import explain
+from shoal.launch.complaints import explain, means_failure, names
 from shoal.launch.console import RankLogs, counted, print_line, print_status
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
@@ -51,6 +51,8 @@ START = 120.0
 """Seconds within which hosts have to start."""
 LAST = 20.0
 """Seconds beyond the grace period within which hosts have to end, once they were told to."""
+AT_START = 3.0
+"""Seconds within which hosts have to end where another one did not start: no rank runs yet."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -105,17 +107,21 @@ class Cluster:
             self._await()
             self._starter.forget()
         except BaseException:
-            self.__exit__()
+            self._leave(AT_START)
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._leave(LAST)
+
+    def _leave(self, seconds: float) -> None:
+        """End the hosts, and wait so long for the launcher's process where any has started."""
         self.send(Signal(number=signal.SIGTERM))
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.close()
         started = any(node.facts is not None for node in self.nodes)
-        self._starter.end(LAST if started else 0.0)
+        self._starter.end(seconds if started else 0.0)
 
     @property
     def is_over(self) -> bool:
@@ -174,6 +180,9 @@ class Cluster:
         match event.message:
             case ErrorLine(text=text):
                 self._said.append(text)
+                for node in self.nodes:
+                    if node.facts is None and names(text, node.name) and means_failure(text):
+                        node.lost = node.lost or explain([text])  # mpiexec and pdsh wait for the others
                 if all(node.facts is not None for node in self.nodes) and not all(node.has_ended for node in self.nodes):
                     print_status(f"[{self._launcher}] {text}")
             case _:
@@ -189,7 +198,7 @@ class Cluster:
 
     def _reason(self, node: Node) -> str:
         """Return why a host is lost, by what it said, or by what the launcher said of it or at all."""
-        about = [line for line in self._said if node.name in line]
+        about = [line for line in self._said if names(line, node.name)]
         return explain(node.last_lines) or explain(about or self._said)
 
     def _tick(self) -> None:
