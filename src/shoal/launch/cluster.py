@@ -289,7 +289,7 @@ class _JobMonitor:
             case Report():
                 failures = [replace(each, host=node.name, time=each.time - node.offset) for each in message.read()]
                 if message.note:
-                    print_status(failure.describe(failures, message.ranks, message.note))
+                    self._report([failure.describe(failures, message.ranks, message.note)])
                     if message.attempt == self._attempt and self._serving is None:  # the first to tell of its end
                         self.begin_attempt()
                 else:
@@ -342,16 +342,21 @@ class _JobMonitor:
         node, first = self.cluster.nodes[number], sum(slots[:place])
         return f"shoal run: {node.name} is lost: {node.lost}; it ran {_ranks(range(first, first + slots[place]))}"
 
+    def _report(self, lines: Sequence[str]) -> None:
+        """Show what failed, and leave it in the folder of logs."""
+        for line in lines:
+            print_status(line)
+        if lines and self.logs is not None:
+            self.logs.report("\n".join(lines))
+
     def finish(self) -> int:
         """Report, and return the exit code of the job."""
         nodes = [self.cluster.nodes[number] for number in self.hosts]
-        for number in self.hosts:
-            if self.cluster.nodes[number].lost:
-                print_status(self._describe_loss(number))
-        for problem in dict.fromkeys(self.problems):
-            print_status(f"shoal run: {problem}")
+        lines = [self._describe_loss(number) for number in self.hosts if self.cluster.nodes[number].lost]
+        lines += [f"shoal run: {problem}" for problem in dict.fromkeys(self.problems)]
         if self.failures:
-            print_status(failure.describe(self.failures, sum(len(node.host.slots) for node in nodes)))
+            lines.append(failure.describe(self.failures, sum(len(node.host.slots) for node in nodes)))
+        self._report(lines)
         if self.caught:
             return 128 + self.caught
         if self.failures:
