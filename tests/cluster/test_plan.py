@@ -22,7 +22,7 @@ from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.protocol import Exited, Hello, HostProblem
-from shoal.launch.starting import HostEvent, Starter
+from shoal.launch.starting import ErrorLine, HostEvent, Starter
 from shoal.launch.streams import RankStreams
 
 HOSTS = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2))]
@@ -181,6 +181,19 @@ def test_what_hosts_say_before_all_have_started_is_heard(capsys: pytest.CaptureF
             starter.events.put(HostEvent(node=node, message=message))
     assert run_job(Cluster(starter, job, "ssh"), None, 0.0) == 2
     assert capsys.readouterr().err.splitlines() == ["shoal run: a: no herring on a", "shoal run: b: no herring on b"]
+
+
+def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -> None:
+    job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in ("b", "bb")), environment={},
+                     folder=str(tmp_path), plan=None, least=2, quiet=20.0)
+    starter = Starter(LAUNCHERS["mpich"], [], {}, None)
+    hello = Hello(node=0, host="b", pid=1, facts=asdict(facts.gather(str(tmp_path))))
+    for node, message in ((None, ErrorLine(text="bb: Warning: a herring")), (None, ErrorLine(
+            text="ssh: Could not resolve hostname bb: Name or service not known")), (0, hello)):
+        starter.events.put(HostEvent(node=node, message=message))
+    with pytest.raises(LaunchError, match=r"^bb: no such host; correct the name.*\(ssh: Could not .*\)$"), Cluster(
+            starter, job, "mpich"):
+        pass
 
 
 def test_a_job_is_the_same_after_its_travel() -> None:

@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import UsageError
 from shoal.launch import doctor
 from shoal.launch.cli import main
-from shoal.launch.doctor import REPORT
+from shoal.launch.failure import REPORT
 
 WAIT = """
 import os, time, torch, shoal
@@ -84,6 +84,9 @@ def test_doctor_reads_the_report_that_a_failed_job_left(run, script, tmp_path, c
     assert "rank 0 of 1 failed: ValueError: no such herring" in report
     assert "attempt 1 of 1" in report
     assert "torch " in report
+    code, _, _ = run("--ranks", "1", "--log-dir", str(logs), script("print('herring')")).end()
+    assert code == 0
+    assert main(["doctor", str(logs)]) == 2, "the job that failed is not the last one with these logs"
 
 
 def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):

@@ -86,13 +86,14 @@ def test_too_few_hosts_end_the_job(run, script):
     assert "shoal run: localhost is lost: the connection broke; it ran rank 1" in err
 
 
-def test_a_failed_rank_has_all_hosts_begin_again(run, script):
-    launch = run("--hosts", hosts(3), "--max-restarts", "3", "--no-bind-cores", script(FAILS))
+def test_a_failed_rank_has_all_hosts_begin_again(run, script, tmp_path):
+    launch = run("--hosts", hosts(3), "--max-restarts", "3", "--no-bind-cores", "--log-dir", str(tmp_path), script(FAILS))
     code, out, err = launch.end()
     assert code == 0, err
     assert "herring 0" in err
     assert "herring 1" in err
     assert re.search(r"rank 1 attempt 2", out)
+    assert "herring 1" in (tmp_path / "failure.txt").read_text(), "what `shoal doctor` shows"
 
 
 def test_a_job_begins_without_a_host_that_is_down(run, script):

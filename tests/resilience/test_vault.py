@@ -150,6 +150,77 @@ def test_a_script_that_goes_back_leaves_the_later_copies_behind(tmp_path: Path, 
     assert run_ranks(2, train_and_go_back, str(tmp_path / "memory"), str(tmp_path / "disk"), tag) == [(3, [4])] * 2
 
 
+def train_two(memory: str, stop: int, every: tuple[int, int], last: bool) -> dict[str, Any]:
+    """Train two engines to `stop`, the second one without its last step unless `last`; return the steps loaded, and more."""
+    os.environ[PAGES] = memory
+    os.makedirs(memory, exist_ok=True)
+    torch.manual_seed(0)
+    warnings: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    first, second = (shoal.initialize(model=nn.Linear(8, 8), config={
+        "train_batch_size": 2, "optimizer": {"type": "Adam"}, "resilience": {"vault": {"every": each}}})[0]
+        for each in every)
+    for engine in (first, second):
+        engine.load_checkpoint("/nonexistent")
+    loaded = (first.global_steps, second.global_steps)
+    for step in range(first.global_steps + 1, stop + 1):
+        for engine in (first, second) if last or step < stop else (first,):
+            engine.backward(engine(torch.full((1, 8), 1.0 / step)).square().mean())
+            engine.step()
+    for engine in (first, second):
+        engine.checkpointer.wait_for_copy()
+    torch.distributed.barrier()
+    return {"loaded": loaded, "warnings": warnings, "weights": [p.tolist() for each in (first, second)
+                                                                for p in each.module.parameters()]}
+
+
+def test_two_engines_go_on_from_copies_of_one_step(tmp_path: Path) -> None:
+    undisturbed = run_ranks(2, train_two, str(tmp_path / "other"), 9, (2, 2), True)
+    for every, stop, loaded in (((2, 2), 6, (4, 4)), ((1, 2), 5, (4, 4)), ((2, 2), 2, (0, 0))):
+        memory = str(tmp_path / f"memory{every}{stop}")
+        run_ranks(2, train_two, memory, stop, every, False)
+        again = run_ranks(2, train_two, memory, 9, every, True)
+        assert [each["loaded"] for each in again] == [loaded] * 2
+        assert again[0]["weights"] == undisturbed[0]["weights"]
+
+
+def test_engines_without_copies_of_one_step_say_so(tmp_path: Path) -> None:
+    before = run_ranks(2, train_two, str(tmp_path), 9, (2, 5), True)[0]
+    assert any(text.startswith("resilience.vault.every: got 5, and 2 for another engine; ") for text in before["warnings"])
+    again = run_ranks(2, train_two, str(tmp_path), 10, (2, 5), True)[0]
+    assert again["loaded"] == (8, 5)
+    assert any("loaded the copy of step 8 in memory, and another engine has copies of steps 5 alone" in text
+               for text in again["warnings"])
+
+
+def train_anew(memory: str, stop: int) -> tuple[list[str], list[int]]:
+    """Train to `stop` without a load; return the warnings, and the steps of the copies."""
+    os.environ[PAGES] = memory
+    os.makedirs(memory, exist_ok=True)
+    warnings: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    engine, *_ = shoal.initialize(model=nn.Linear(8, 1), config={
+        "train_batch_size": 2, "optimizer": {"type": "Adam"}, "resilience": {"vault": {"every": 2}}})
+    for _ in range(stop):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+    engine.checkpointer.wait_for_copy()
+    torch.distributed.barrier()
+    return warnings, [each.step for each in tags(Path(memory, "vault0"))]
+
+
+def test_a_script_that_loads_nothing_says_so_and_leaves_the_copies(tmp_path: Path) -> None:
+    (warnings, copies), _ = run_ranks(2, train_anew, str(tmp_path), 6)
+    assert copies == [4, 6]
+    assert not any("without having loaded" in text for text in warnings)
+    (warnings, copies), _ = run_ranks(2, train_anew, str(tmp_path), 2)
+    assert copies == [2]
+    assert any("the script takes step 1 without having loaded them; call engine.load_checkpoint(folder)" in text
+               for text in warnings)
+
+
 def test_a_newer_checkpoint_on_disk_is_loaded_instead(tmp_path: Path) -> None:
     memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
     run_ranks(2, train, memory, disk, 7, 1, 7)

@@ -147,6 +147,10 @@ class Checkpointer:
         step = training.progress.global_steps
         if self._vault is None:
             return
+        if not self._has_stepped and self._vault.begin(step) and self._goes_on_from is None:
+            logger.warning("resilience.vault: copies in memory of an earlier attempt are removed, because the script takes "
+                           "step %d without having loaded them; call engine.load_checkpoint(folder) before the first step, "
+                           "at every start", step)
         self._has_stepped = True
         if self._goes_on_from is not None:
             self._vault.wait_until_ended()
@@ -154,6 +158,7 @@ class Checkpointer:
             self._goes_on_from = None
         if not self._vault.is_due(step):
             return
+        self._vault.wait_for_others()
         pieces = self._pieces(training, "step", exclude_frozen=False)
         writer = self._vault.writer(pieces)
         away = _is_away(pieces)
@@ -249,8 +254,13 @@ class Checkpointer:
                 self._vault.remove(copy, error)
                 damage = error
                 continue
+            others = self._vault.disagreement(copy.step)
             if self._parameter_groups.world.rank == 0:
                 logger.info("load_checkpoint: loaded the copy of step %d in memory, not %s", copy.step, load_dir)
+                if others:
+                    logger.warning("load_checkpoint: loaded the copy of step %d in memory, and another engine has copies of "
+                                   "steps %s alone; if the two train together, they are out of step: give both the same "
+                                   "resilience.vault.every, or load checkpoints by their tag", copy.step, others)
             return loaded, damage
         self._goes_on_from = on_disk
         return None, damage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 
@@ -22,6 +23,8 @@ __all__ = ["StepJudge", "open_guard", "open_vault"]
 
 _vaults = count()
 """Numbers of the vaults of this process; every rank builds its engines in the same order."""
+_opened = WeakSet[Vault]()
+"""The vaults of the engines of this process."""
 
 
 def open_vault(config: Config, parameter_groups: ParameterGroups) -> Vault | None:
@@ -37,7 +40,12 @@ def open_vault(config: Config, parameter_groups: ParameterGroups) -> Vault | Non
         warn_once("resilience.vault: has no effect here, because no agent owns memory that outlives the ranks; start the "
                   "script by `shoal run`")
         return None
-    return Vault(Path(memory) / f"vault{next(_vaults)}", every, parameter_groups.world)
+    if others := {vault.every for vault in _opened} - {every}:
+        warn_once(f"resilience.vault.every: got {every}, and {max(others)} for another engine; where the two train "
+                  f"together, give both the same, so that a restart finds copies of one step")
+    vault = Vault(Path(memory) / f"vault{next(_vaults)}", every, parameter_groups.world, _opened)
+    _opened.add(vault)
+    return vault
 
 
 def open_guard(config: Config, parameter_groups: ParameterGroups, vault: Vault | None) -> Guard | None:

@@ -35,8 +35,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
 from shoal.launch.console import Console, counted
-from shoal.launch.doctor import REPORT, page_of
-from shoal.launch.failure import Failure
+from shoal.launch.doctor import page_of
+from shoal.launch.failure import REPORT, Failure
 from shoal.launch.heartbeats import Heartbeats
 from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan

@@ -20,7 +20,7 @@ from types import FrameType
 from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
-from shoal.launch.complaints import explain
+from shoal.launch.complaints import explain, means_failure, names
 from shoal.launch.console import RankLogs, counted, print_line, print_status
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
@@ -51,6 +51,8 @@ START = 120.0
 """Seconds within which hosts have to start."""
 LAST = 20.0
 """Seconds beyond the grace period within which hosts have to end, once they were told to."""
+AT_START = 3.0
+"""Seconds within which hosts have to end where another one did not start: no rank runs yet."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -105,17 +107,21 @@ class Cluster:
             self._await()
             self._starter.forget()
         except BaseException:
-            self.__exit__()
+            self._leave(AT_START)
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._leave(LAST)
+
+    def _leave(self, seconds: float) -> None:
+        """End the hosts, and wait so long for the launcher's process where any has started."""
         self.send(Signal(number=signal.SIGTERM))
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.close()
         started = any(node.facts is not None for node in self.nodes)
-        self._starter.end(LAST if started else 0.0)
+        self._starter.end(seconds if started else 0.0)
 
     @property
     def is_over(self) -> bool:
@@ -174,6 +180,9 @@ class Cluster:
         match event.message:
             case ErrorLine(text=text):
                 self._said.append(text)
+                for node in self.nodes:
+                    if node.facts is None and names(text, node.name) and means_failure(text):
+                        node.lost = node.lost or explain([text])  # mpiexec and pdsh wait for the others
                 if all(node.facts is not None for node in self.nodes) and not all(node.has_ended for node in self.nodes):
                     print_status(f"[{self._launcher}] {text}")
             case _:
@@ -189,7 +198,7 @@ class Cluster:
 
     def _reason(self, node: Node) -> str:
         """Return why a host is lost, by what it said, or by what the launcher said of it or at all."""
-        about = [line for line in self._said if node.name in line]
+        about = [line for line in self._said if names(line, node.name)]
         return explain(node.last_lines) or explain(about or self._said)
 
     def _tick(self) -> None:
@@ -280,7 +289,7 @@ class _JobMonitor:
             case Report():
                 failures = [replace(each, host=node.name, time=each.time - node.offset) for each in message.read()]
                 if message.note:
-                    print_status(failure.describe(failures, message.ranks, message.note))
+                    self._report([failure.describe(failures, message.ranks, message.note)])
                     if message.attempt == self._attempt and self._serving is None:  # the first to tell of its end
                         self.begin_attempt()
                 else:
@@ -333,16 +342,21 @@ class _JobMonitor:
         node, first = self.cluster.nodes[number], sum(slots[:place])
         return f"shoal run: {node.name} is lost: {node.lost}; it ran {_ranks(range(first, first + slots[place]))}"
 
+    def _report(self, lines: Sequence[str]) -> None:
+        """Show what failed, and leave it in the folder of logs."""
+        for line in lines:
+            print_status(line)
+        if lines and self.logs is not None:
+            self.logs.report("\n".join(lines))
+
     def finish(self) -> int:
         """Report, and return the exit code of the job."""
         nodes = [self.cluster.nodes[number] for number in self.hosts]
-        for number in self.hosts:
-            if self.cluster.nodes[number].lost:
-                print_status(self._describe_loss(number))
-        for problem in dict.fromkeys(self.problems):
-            print_status(f"shoal run: {problem}")
+        lines = [self._describe_loss(number) for number in self.hosts if self.cluster.nodes[number].lost]
+        lines += [f"shoal run: {problem}" for problem in dict.fromkeys(self.problems)]
         if self.failures:
-            print_status(failure.describe(self.failures, sum(len(node.host.slots) for node in nodes)))
+            lines.append(failure.describe(self.failures, sum(len(node.host.slots) for node in nodes)))
+        self._report(lines)
         if self.caught:
             return 128 + self.caught
         if self.failures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["explain"]
+__all__ = ["explain", "means_failure", "names"]
 
 COMPLAINTS: tuple[tuple[str, str], ...] = (
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
@@ -38,3 +38,13 @@ def explain(lines: Iterable[str]) -> str:
             if found := re.search(pattern, line):
                 return (meaning and f"{meaning} ({line.strip()})") or found["said"]
     return said[-1].strip() if said else ""
+
+
+def means_failure(line: str) -> bool:
+    """Whether a line tells why a host does not start, and not merely that something is odd."""
+    return any(re.search(pattern, line) for pattern, _ in COMPLAINTS)
+
+
+def names(line: str, host: str) -> bool:
+    """Whether a line names a host, and not another one whose name contains it."""
+    return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", line) is not None

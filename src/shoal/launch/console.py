@@ -109,6 +109,8 @@ class RankLogs:
             raise LaunchError(f"--log-dir {folder}: the folder cannot be made: {error.strerror}; give another") from None
         if not os.access(self._folder, os.W_OK | os.X_OK):
             raise LaunchError(f"--log-dir {folder}: no file can be made in it: permission denied; give another")
+        with suppress(OSError):  # that of an earlier job, which this one may not share the end of
+            (self._folder / failure.REPORT).unlink()
 
     def write(self, line: Output) -> None:
         """Write one line to the file of its rank and stream, or tell once that lines are missing."""
@@ -124,6 +126,13 @@ class RankLogs:
                 self._failed = True
                 print_status(f"shoal run: {self._folder / name} cannot be written: {error.strerror}. Lines of ranks are "
                              "missing in the logs from now on, where that lasts; the job goes on")
+
+    def report(self, text: str) -> None:
+        """Write the report of a failure, for `shoal doctor`."""
+        try:
+            (self._folder / failure.REPORT).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            print_status(f"shoal run: {self._folder / failure.REPORT} cannot be written: {error.strerror}")
 
     def close(self) -> None:
         """Close the files."""

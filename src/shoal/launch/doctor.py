@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import UsageError
+from shoal.launch.failure import REPORT
 from shoal.launch.job_record import JobRecord, read_record
 from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
@@ -25,10 +26,8 @@ from shoal.recording.page import Reading, read
 from shoal.resilience.processes import Process, process
 from shoal.version import __version__
 
-__all__ = ["REPORT", "add_arguments", "jobs", "main", "page_of"]
+__all__ = ["add_arguments", "jobs", "main", "page_of"]
 
-REPORT = "failure.txt"
-"""The file in the folder of logs that has the last failure, and the page of that moment."""
 VAULT = "vault*/*"
 
 

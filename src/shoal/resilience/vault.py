@@ -5,6 +5,9 @@ theirs, so that any number of ranks can load it. A rank writes into a file that 
 reuses once this one is removed. Each node has the files of its own ranks and copies of those of the node
 before it (`checkpoint/nodes.py`): the vault survives the loss of one node. It is lost with the only agent, or with two
 neighbouring nodes. A damaged generation is removed when the damage is found, and never read again.
+
+Each engine of a script has a vault of its own. A fault may come between their copies of one step, so each loads the newest
+generation whose step all vaults have, and begins no generation before the last ones of the others have ended.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,17 +66,29 @@ class Generation:
 class Vault:
     """The generations of one engine."""
 
-    def __init__(self, folder: Path, every: int, ranks: Communicator) -> None:
-        """Keep generations in `folder`, one each `every` steps. `ranks` are all ranks of the job. A collective call."""
+    def __init__(self, folder: Path, every: int, ranks: Communicator, others: Iterable[Vault] = ()) -> None:
+        """Keep generations in `folder`, one each `every` steps. `ranks` are all ranks of the job. A collective call.
+
+        `others` are the vaults of this process, as they come and go; their folders lie beside this one.
+        """
         self.folder = folder
-        self._every = every
+        self.every = every
+        self._others = others
         self._ranks = ranks
         self._nodes = Nodes.named(ranks.gather_objects(f"{socket.gethostname()}:{folder}"))
         self._writer: Writer | None = None
 
+    def begin(self, step: int) -> bool:
+        """Note that the engine takes steps, of which this process's first was `step`.
+
+        Returns whether this rank removed generations of as many steps or more, which a process that has loaded none leaves.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.forget_after(step - 1)
+
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be copied."""
-        return step % self._every == 0
+        return step % self.every == 0
 
     def writer(self, pieces: Sequence[Piece]) -> Writer:
         """Return the writer of generations. A collective call; at the first one it checks that memory has room for `pieces`.
@@ -93,14 +108,42 @@ class Vault:
         if self._writer is not None:
             self._writer.wait_until_ended()
 
+    def wait_for_others(self) -> None:
+        """Wait until no other vault of this process writes: only then may this one replace a generation of its own."""
+        for vault in tuple(self._others):
+            if vault is not self:
+                vault.wait_until_ended()
+
     def generations(self, after: int) -> list[Generation]:
-        """Return the generations of more than `after` steps, newest first, that the nodes have together.
+        """Return the generations of more than `after` steps that the nodes have together, in the order to load them.
+
+        The newest comes first, but those whose step is in all vaults come before others. There are none while another engine
+        has taken steps and has no generation yet. A collective call.
+        """
+        steps = self._steps_of_others()
+        if not all(steps):
+            return []
+        own = self._generations(self.folder, after)
+        return sorted(own, key=lambda each: all(each.step in of_one for of_one in steps), reverse=True)
+
+    def disagreement(self, step: int) -> str:
+        """Return the steps of the generations in another vault that has none of `step`; empty if there is no such vault.
 
         A collective call.
         """
+        return next((", ".join(map(str, sorted(steps))) for steps in self._steps_of_others() if step not in steps), "")
+
+    def _steps_of_others(self) -> list[set[int]]:
+        """Return the steps of the generations of each other engine that has taken steps, in this attempt or before."""
+        beside = self._ranks.gather_objects({path.name for path in self.folder.parent.glob("vault*") if path.is_dir()})
+        return [{each.step for each in self._generations(self.folder.with_name(name), -1)}
+                for name in sorted(set[str]().union(*beside)) if name != self.folder.name]
+
+    def _generations(self, folder: Path, after: int) -> list[Generation]:
+        """Return the generations in `folder` of more than `after` steps, newest first. A collective call."""
         holders: dict[tuple[int, str, int], dict[str, list[int]]] = {}
         indexed: dict[tuple[int, str, int], list[int]] = {}
-        for rank, found in enumerate(self._ranks.gather_objects(self._found(after))):
+        for rank, found in enumerate(self._ranks.gather_objects(_found(folder, after))):
             for key, files in found.items():
                 indexed.setdefault(key, []).append(rank)
                 for name, is_here in files.items():
@@ -129,12 +172,17 @@ class Vault:
             shutil.rmtree(self._path(damaged), ignore_errors=True)
         self._ranks.gather_objects(None)  # no rank looks for generations before it is gone
 
-    def forget_after(self, step: int) -> None:
-        """Remove generations of more than `step` steps, with which training does not go on: their files are not complete."""
-        if self._nodes.is_first(self._ranks.rank) and self.folder.is_dir():
-            for tag in tags(self.folder):
-                if tag.step > step:
-                    shutil.rmtree(tag.path, ignore_errors=True)
+    def forget_after(self, step: int) -> bool:
+        """Remove generations of more than `step` steps, with which training does not go on; return whether this rank did.
+
+        Their files need not be complete.
+        """
+        if not self._nodes.is_first(self._ranks.rank) or not self.folder.is_dir():
+            return False
+        later = [tag for tag in tags(self.folder) if tag.step > step]
+        for tag in later:
+            shutil.rmtree(tag.path, ignore_errors=True)
+        return bool(later)
 
     @property
     def _staged(self) -> Path:
@@ -144,17 +192,6 @@ class Vault:
     def _path(self, generation: Generation) -> Path:
         """Return the folder of a generation on this node, which may be missing."""
         return locate(self.folder, generation.name) or self.folder / generation.name
-
-    def _found(self, after: int) -> dict[tuple[int, str, int], dict[str, bool]]:
-        """Return the generations in this node's folder: step, name and checksum -> each file, and whether it is here."""
-        found: dict[tuple[int, str, int], dict[str, bool]] = {}
-        for tag in tags(self.folder) if self.folder.is_dir() else []:
-            if tag.step > after:
-                index = load_index(tag.path)
-                here = {file.name for file in files_here(tag.path, index)}
-                checksum = zlib.crc32((tag.path / INDEX).read_bytes())
-                found[tag.step, tag.name, checksum] = {file.name: file.name in here for file in index.files}
-        return found
 
     def _measure(self, pieces: Sequence[Piece]) -> VaultBytes:
         """Measure this node's bytes of a generation. A collective call."""
@@ -169,7 +206,6 @@ class Vault:
 
         A collective call.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         held = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())  # replaced one by one
         free = min(shutil.disk_usage(self.folder).free, _available()) + held
         by_rank = self._ranks.gather_objects((size.needed, free))
@@ -181,11 +217,23 @@ class Vault:
                                   f"save checkpoints")
         if self._ranks.rank == 0 and self._nodes.count == 1:
             logger.info("resilience.vault: %s of memory, a copy every %d steps, nothing sent to other nodes. All ranks are "
-                        "on one node: to survive its loss, save checkpoints elsewhere", shown, self._every)
+                        "on one node: to survive its loss, save checkpoints elsewhere", shown, self.every)
         elif self._ranks.rank == 0:
             logger.info("resilience.vault: %s of memory, a copy every %d steps; each of the %d nodes sends its %.1f MB of a "
-                        "copy to the next, so that one node can be lost", shown, self._every, self._nodes.count,
+                        "copy to the next, so that one node can be lost", shown, self.every, self._nodes.count,
                         size.own / 1e6)
+
+
+def _found(folder: Path, after: int) -> dict[tuple[int, str, int], dict[str, bool]]:
+    """Return the generations in a folder of this node: step, name and checksum -> each file, and whether it is here."""
+    found: dict[tuple[int, str, int], dict[str, bool]] = {}
+    for tag in tags(folder) if folder.is_dir() else []:
+        if tag.step > after:
+            index = load_index(tag.path)
+            here = {file.name for file in files_here(tag.path, index)}
+            checksum = zlib.crc32((tag.path / INDEX).read_bytes())
+            found[tag.step, tag.name, checksum] = {file.name: file.name in here for file in index.files}
+    return found
 
 
 def _available() -> int:
