@@ -35,6 +35,41 @@ def weights(model: nn.Module) -> list[Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
 
+def _images(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step)).to(dtype) for step in range(3)]
+
+
+def _convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, affine=False), nn.Flatten(),
+                         nn.Linear(64, 2))
+
+
+def batch_norm_of_16_bits(stage: int) -> tuple[list[float], list[torch.dtype]]:
+    model = _convolutions()
+    engine = engine_of(model, stage, bf16={"enabled": True})
+    for x in _images(torch.bfloat16):
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    engine.eval()
+    losses = [engine(x).float().square().mean().item() for x in _images(torch.bfloat16)]
+    return losses, [buffer.dtype for name, buffer in model.named_buffers() if "running" in name]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_batch_norm_trains_in_bf16_with_statistics_like_its_weights(stage: int) -> None:
+    model = _convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in _images(torch.float32):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    expected = [model.eval()(x).square().mean().item() for x in _images(torch.float32)]
+    for losses, dtypes in run_ranks(1, batch_norm_of_16_bits, stage):
+        assert losses == pytest.approx(expected, rel=0.1)
+        assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+
+
 def penalised(stage: int) -> list[Tensor]:
     model = mlp()
     engine = engine_of(model, stage)

@@ -57,7 +57,8 @@ INERT: Mapping[str, Inert] = {
         native=frozenset({"recompute", "rest", "budget", "nvme_path"})),
     "sparse_attention": Inert(default=None, reason="scripts read it, the engine does not", for_scripts=True),
     "timers": Inert(default=None, reason="throughput is logged by steps_per_print, and needs no synchronised timers"),
-    "data_types.keep_in_fp32_modules": Inert(default="auto", reason="buffers always keep their dtype"),
+    "data_types.keep_in_fp32_modules": Inert(
+        default="auto", reason="buffers keep their dtype, but for the statistics of a BatchNorm"),
     "checkpoint.parallel_write": Inert(default=None, reason="every rank writes its own part in any case"),
     "checkpoint.writer": Inert(default=None, reason="there is one writer, which overlaps with training"),
     "checkpoint.use_node_local_storage": Inert(default=False, reason="give a folder that every rank sees"),

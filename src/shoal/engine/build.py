@@ -292,6 +292,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
     named = settings.optimizer.type is not None
     groups = OptimizerGroups.collect(model, optimizer.param_groups if isinstance(optimizer, Optimizer) else parameters)
     dtypes = _precision(settings, model, traits, engine.communicator)
+    _cast_running_statistics(model, dtypes.compute)
     if settings.sparse_gradients and not any(engine.parameter_groups.world.gather_objects([*check_embeddings(model)])):
         raise no_sparse_embedding_error(model)
     trained = groups.group_of if optimizer is not None or named else {}
@@ -417,6 +418,18 @@ def _precision(settings: Config, model: nn.Module, traits: OptimizerTraits, data
     return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
                   communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate,
                   averaging=averaging)
+
+
+def _cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the running mean and variance of a BatchNorm the dtype of its weights, as `model.to(dtype)` would.
+
+    Other buffers keep theirs. torch refuses a BatchNorm whose weights are of 16 bits and whose statistics are not.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:  # pyright: ignore[reportPrivateUsage]
+            for name in ("running_mean", "running_var"):
+                if (buffer := getattr(module, name)) is not None:
+                    setattr(module, name, buffer.to(dtype))
 
 
 def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:
