@@ -160,8 +160,8 @@ def test_json_numbers_like_1e3_are_whole() -> None:
 
 def test_a_total_below_the_warmup_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal"):
-        WarmupDecayLR(sgd(), 7, warmup_num_steps=9)
-    assert "total_num_steps: got 7, less than the warm-up of 9 steps" in caplog.text
+        WarmupDecayLR(sgd(), 70_001, warmup_num_steps=90_001)  # numbers that no other test warns of, which is done once
+    assert "total_num_steps: got 70001, less than the warm-up of 90001 steps" in caplog.text
 
 
 def test_an_unknown_warmup_type_gives_a_warning_and_uses_log(caplog: pytest.LogCaptureFixture) -> None:
