@@ -19,8 +19,11 @@ UNIT = WIDTH * WIDTH * 4
 """Bytes of a unit."""
 
 
-def _growth(stage: int, layers: int) -> tuple[float, float]:
-    """Return by how many units the device's memory grows in an evaluation, and in a pass of training."""
+def _growth(stage: int, layers: int, waits: bool = False) -> tuple[float, float]:
+    """Return by how many units the device's memory grows in an evaluation, and in a pass of training.
+
+    A host that `waits` does so after each layer, forward and backward, so that it is never ahead.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
     on_host = {"device": "cpu"}
@@ -28,7 +31,10 @@ def _growth(stage: int, layers: int) -> tuple[float, float]:
         "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "log_level": "error",
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_param": on_host,
                               "offload_optimizer": on_host, "stage3_prefetch_bucket_size": WIDTH * WIDTH}})[0]
-    x = torch.randn(2, WIDTH, device=engine.device)
+    x = torch.randn(2, WIDTH, device=engine.device).requires_grad_()
+    for layer in model if waits else ():
+        layer.register_forward_hook(lambda *_: torch.accelerator.synchronize())
+        layer.register_full_backward_hook(lambda *_: torch.accelerator.synchronize())
     found = []
     for training in (False, True):
         torch.accelerator.synchronize()
@@ -54,6 +60,13 @@ def test_memory_of_a_pass_does_not_grow_with_the_model(stage: int, ranks: int) -
     for (forward, training), (longer_forward, longer_training) in zip(few, many, strict=True):
         assert longer_forward < 2.5 and abs(longer_forward - forward) < 0.1  # the window is one unit beside the present one
         assert longer_training < training + 0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_host_that_is_ahead_takes_no_more_memory_than_one_that_waits(stage: int, ranks: int) -> None:
+    with ranks_on(prepare):
+        assert run_ranks(ranks, _growth, stage, 24) == run_ranks(ranks, _growth, stage, 24, True)
 
 
 def _overwritten() -> list[float]:

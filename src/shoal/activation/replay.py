@@ -105,8 +105,9 @@ class _Buffers:
         self._block = block
         self._found: dict[int, _Buffer] = {}
         """By the identity of the buffer: several modules may share one."""
-        self._before = [(module, _buffers(module)) for root in modules for module in root.modules()]
-        for root in modules:
+        roots = list(modules)
+        self._before = [(module, _buffers(module)) for root in roots for module in root.modules()]
+        for root in roots:
             for path, tensor in root.named_buffers():
                 self._found[id(tensor)] = _Buffer.of(tensor, path)
 

@@ -108,7 +108,7 @@ def tolerate(given: Mapping[str, Any]) -> dict[str, Any]:
 def _nest_dotted(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` with literal keys such as "zero_optimization.reduce_bucket_size", which TRL writes, in their sections.
 
-    They fill in what is missing or "auto" there. Sizes are cut to whole numbers: TRL writes 0.9 x hidden size squared.
+    They fill in what is missing or "auto" there. Sizes are cut to whole elements: TRL writes 0.9 x hidden size squared.
     """
     values = {key: value for key, value in given.items() if "." not in key}
     for key in (key for key in given if "." in key):
@@ -118,7 +118,7 @@ def _nest_dotted(given: Mapping[str, Any]) -> dict[str, Any]:
             values[key] = given[key]
         elif name not in inner or is_auto(inner[name]):
             value = given[key]
-            cut = section == "zero_optimization" and isinstance(value, float)
+            cut = name.endswith(("_bucket_size", "_threshold")) and isinstance(value, float)
             values[section] = {**inner, name: int(value) if cut else value}
     return values
 

@@ -109,7 +109,7 @@ class RankLogs:
             raise LaunchError(f"--log-dir {folder}: the folder cannot be made: {error.strerror}; give another") from None
         if not os.access(self._folder, os.W_OK | os.X_OK):
             raise LaunchError(f"--log-dir {folder}: no file can be made in it: permission denied; give another")
-        with suppress(OSError):  # that of an earlier job, which this one may not share the end of
+        with suppress(OSError):  # the report of an earlier job says nothing about this one
             (self._folder / failure.REPORT).unlink()
 
     def write(self, line: Output) -> None:
