@@ -8,7 +8,8 @@ is the median of the rounds, and a ratio is the median of the ratios of the roun
 structure: BigBird's window, global and random blocks of 64, with the module's projections of hidden states and without;
 Longformer's window of 512 positions. A BERT layer has hidden size 512, with Hugging Face's own modules, and only its
 attention swapped. Memory is the growth of a process's peak in one
-pass, each in a process of its own. With `--device` it compares SDPA in bf16 on that device with the backends that run there,
+pass, each in a process of its own, at torch's defaults and with its huge pages (THP_MEM_ALLOC_ENABLE=1), which the eager
+pass gains most from. With `--device` it compares SDPA in bf16 on that device with the backends that run there,
 at each length; a backend should reach 0.6 of the ratio that the density of its layout allows.
 """
 
@@ -263,9 +264,11 @@ def _peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _alone(kind: str, length: int, threads: int) -> tuple[float, float]:
+def _alone(kind: str, length: int, threads: int, huge_pages: bool) -> tuple[float, float]:
+    """Return the seconds and bytes of a pass in a process of its own, whose torch may allocate huge pages."""
     command = [sys.executable, __file__, "--child", kind, "--lengths", str(length), "--threads", str(threads)]
-    words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": str(int(huge_pages))}
+    words = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()
     return float(words[0]), float(words[1])
 
 
@@ -296,12 +299,15 @@ def main() -> None:
             _publish(options, f"bf16 on {device}", rows, targets, raw)
             return
         tell("memory")
-        sparse, dense = _alone("sparse", long, options.threads), _alone("eager", short, options.threads)
-    for name, (taken, grown) in ((f"sparse, {long:,} tokens", sparse), (f"eager dense, {short:,} tokens", dense)):
-        rows.append(("ten times the length", name, f"{1e3 * taken:.1f}", f"{grown / MEBI:.0f} MiB"))
-    for what, index in (("time", 0), ("memory", 1)):
-        targets.append(Target(what=f"{long:,} tokens beside eager dense at {short:,}: {what}",
-                              measured=sparse[index] / dense[index], high=0.25))
+        for huge_pages in (False, True):
+            setting = ", torch with huge pages" if huge_pages else ""
+            sparse, dense = (_alone(kind, length, options.threads, huge_pages)
+                             for kind, length in (("sparse", long), ("eager", short)))
+            for name, (taken, grown) in ((f"sparse, {long:,} tokens", sparse), (f"eager dense, {short:,} tokens", dense)):
+                rows.append((f"ten times the length{setting}", name, f"{1e3 * taken:.1f}", f"{grown / MEBI:.0f} MiB"))
+            for what, index in (("time", 0), ("memory", 1)):
+                targets.append(Target(what=f"{long:,} tokens beside eager dense at {short:,}{setting}: {what}",
+                                      measured=sparse[index] / dense[index], high=0.25))
     _publish(options, f"fp32, {options.threads} thread(s)", rows, targets, raw)
 
 
