@@ -280,8 +280,8 @@ class Agent(LocalElasticAgent):
                              if isinstance(worker.id, int) and self._exits.get(worker.id)]
             self._report()
         if alive := len(self._alive()):
-            self.console.status(f"shoal run: sending {death_sig.name} to {counted(alive, 'rank')}, which have {grace:g} s "
-                                "to finish; a second signal kills them at once")
+            self.console.status(f"shoal run: sending {death_sig.name} to {counted(alive, 'rank')}; {grace:g} s are left to "
+                                "finish, and a second signal kills at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
         self.guardian.sweep(ORPHAN_GRACE, set() if self._spare is None else self._spare.pids)
@@ -439,7 +439,7 @@ def _default_ranks(console: Console) -> int:
     gpus = device_count()
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
-    basis = f"one per GPU ({gpus})" if gpus else f"half of {usable} cores"
+    basis = f"one per GPU ({gpus})" if gpus else f"half of {counted(usable, 'core')}"
     console.status(f"shoal run: {counted(ranks, 'rank')}, {basis}; set --ranks N to change it")
     return ranks
 
@@ -447,8 +447,8 @@ def _default_ranks(console: Console) -> int:
 def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreShare]:
     groups = cores.physical_cores(plan.core_list or cores.usable())
     if ranks > len(groups):
-        console.status(f"shoal run: {counted(ranks, 'rank')} on {len(groups)} cores: ranks are not bound to cores, and each "
-                       "uses one thread")
+        console.status(f"shoal run: {counted(ranks, 'rank')} on {counted(len(groups), 'core')}: ranks are not bound to "
+                       "cores, and each uses one thread")
     shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
 
