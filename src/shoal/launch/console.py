@@ -115,7 +115,8 @@ class RankLogs:
         if not os.access(self._folder, os.W_OK | os.X_OK):
             raise LaunchError(f"--log-dir {folder}: no file can be made in it: permission denied; give another")
         with suppress(OSError):  # the report of an earlier job says nothing about this one
-            (self._folder / failure.REPORT).unlink()
+            for report in self._folder.glob(failure.REPORTS):
+                report.unlink(missing_ok=True)
 
     def write(self, line: Output) -> None:
         """Write one line to the file of its rank and stream, or tell once that lines are missing."""
