@@ -340,7 +340,7 @@ class _JobMonitor:
             self.end(signal.SIGTERM)
             return
         for number in lost:
-            print_status(f"{self._describe_loss(number)}; the other {counted(len(left), 'host')} go on")
+            print_status(f"{self._describe_loss(number)}; the job goes on with {counted(len(left), 'host')}")
             if (channel := nodes[number].channel) is not None:
                 channel.close()
         self.hosts = left
