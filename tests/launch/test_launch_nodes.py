@@ -66,10 +66,11 @@ def test_a_training_survives_the_loss_of_a_node(run, script, free_port, nodes, l
 
 
 FAILS = """
-import os, shoal
+import os, shoal, torch
 shoal.init_distributed()
 if os.environ["RANK"] == "1":
     raise ValueError("no such herring")
+torch.distributed.barrier()
 """
 
 
@@ -78,10 +79,9 @@ def test_each_node_leaves_the_report_of_its_ranks(run, script, free_port, tmp_pa
     command = ("--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores", "--log-dir",
                str(tmp_path), script(FAILS))
     launches = [run("--node-rank", str(node), *command) for node in range(2)]
-    codes = [launch.end()[0] for launch in launches]
-    assert 1 in codes
+    assert [launch.end()[0] for launch in launches] == [1, 1]
     left = {path.name: path.read_text() for path in tmp_path.glob("failure*.txt")}
-    assert left.keys() <= {"failure.node0.txt", "failure.node1.txt"}
+    assert left.keys() == {"failure.node0.txt", "failure.node1.txt"}
     (found,) = [text for text in left.values() if "rank 1 of 2 failed: ValueError: no such herring" in text]
     assert doctor.main(doctor_arguments(tmp_path)) == 0
     assert found in capsys.readouterr().out
