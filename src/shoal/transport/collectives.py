@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,6 +66,12 @@ _units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """The number of units registered in each group, over all its communicators: several engines share no tag."""
 _begun: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 """How many pairwise collectives of each tag this rank has begun in each group."""
+_dropped: WeakKeyDictionary[dist.ProcessGroup, deque[dist.Work]] = WeakKeyDictionary()
+"""Messages under way in each group for which nobody waits any more: what a step gathers ahead for an engine that is dropped.
+
+gloo reads nothing more from a connection once data arrive for a receive that is gone, so they are kept. The group's next
+communicator waits for them: every rank that makes it has started its own messages before.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,7 @@ class Communicator:
         self._launched = LaunchedCollectives(group) if self.native and self.ranks > 1 else None
         self._order = IssuedOrder()
         self._begun = _begun.setdefault(group, Counter())
+        self._finish_dropped()
         self._name = f"{group.group_name} {self.members[0]}"
         self._peer_memory: PeerMemory | None = None
         if direct_bytes is not None and self.ranks > 1 and not self.native:
@@ -131,6 +138,14 @@ class Communicator:
             return None
         traffic.peer_memory_bytes += size
         return self._peer_memory.exchange(peer, tag, send, receive)
+
+    def _finish_dropped(self) -> None:
+        try:
+            with self.interruptible_wait():
+                for work in _dropped.pop(self.group, ()):
+                    work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self.failure("what an engine that was dropped had started", error) from error
 
     def note_step(self, step: int) -> None:
         """Name `step` in errors from now on."""
@@ -353,6 +368,7 @@ class _Pairwise:
 
     def __init__(self, communicator: Communicator, what: object, tag: int, *,
                  receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
+        self._works: deque[dist.Work] = deque()
         self._communicator = communicator
         self._what = what
         self._awaited = communicator.begin(tag, what)
@@ -363,7 +379,6 @@ class _Pairwise:
         remote = [peer for peer, transfer in transfers.items() if transfer is None]
         width = next((tensor.element_size() for tensor in send.values()), 1)
         size = min(communicator.chunk_bytes, elements // communicator.ranks * width)
-        self._works: list[dist.Work] = []
         try:
             self._works += [group.recv([chunk], peer, tag) for peer in remote for chunk in chunks(receive[peer], size)
                             if chunk.numel()]
@@ -372,19 +387,23 @@ class _Pairwise:
         except RuntimeError as error:  # the connection is closed already
             self._failed = error
 
+    def __del__(self) -> None:
+        if self._works:
+            _dropped.setdefault(self._communicator.group, deque()).extend(self._works)
+
     def wait(self) -> None:
-        works, self._works = self._works, []  # a second wait for a gloo work never returns
         transfers, self._transfers = self._transfers, []
         if self._failed is not None:
             raise self._communicator.failure(self._what, self._failed)
         try:
             with self._communicator.interruptible_wait(self._awaited):
-                for work in works:
-                    work.wait(self._communicator.timeout)
+                while self._works:  # each only once: a second wait for a gloo work never returns
+                    self._works.popleft().wait(self._communicator.timeout)
                 for transfer in transfers:
                     transfer.wait(self._communicator.timeout.total_seconds())
         except RuntimeError as error:
             self._failed = error
+            self._works.clear()  # gloo has closed the connection
             raise self._communicator.failure(self._what, error) from error
 
 
