@@ -214,6 +214,17 @@ def test_a_job_goes_on_without_its_first_host_whose_link_is_down(machines, launc
     assert "ended because node1 is lost" in err
 
 
+def test_nodes_started_by_hand_need_no_names(machines, script, tmp_path):
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    command = [*SHOAL, "run", "--nodes", "3", "--ranks", "1", "--rendezvous", f"{machines.hosts.address(0)}:29400"]
+    bare = ["unshare", "--mount", "sh", "-c", f'mount --bind {tmp_path / "hosts"} /etc/hosts && exec "$@"', "sh"]
+    nodes = [machines.popen(node, [*bare, *command, script(GOES_ON.replace("1000 if ranks == 3 else 5", "5"))],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for node in range(3)]
+    ends = [node.communicate(timeout=SECONDS) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0, 0], ends
+    assert sorted(out for out, _ in ends) == [f"{rank} of 3\n" for rank in range(3)]
+
+
 def test_the_published_command_line_starts_all_hosts(machines, script, tmp_path):
     command = [sys.executable, "-m", "shoal.compat.deepspeed.launcher.runner", "-H", str(machines.folder / "hosts.txt"),
                "--launcher", "pdsh", "--include", "node1@node2", script("""

@@ -64,7 +64,7 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--hosts a:0 --lost-after nan x.py", "--lost-after: got nan; choose 3 seconds or more"),
     ("--core-list 3-1 x.py", "--core-list: got '3-1', which is no core; write the smaller number of a range first"),
     ("--hosts a:x x.py", "got 'a:x': invalid literal in a filter; write NAME[:SLOT[,SLOT...]] joined by @"),
-    ("--hosts a:0 --nodes 2 x.py", "--nodes: got 2, but there are 1 hosts: a"),
+    ("--hosts a:0 --nodes 2 x.py", "--nodes: got 2; choose at most 1, for the hosts are a"),
     ("--hosts a:0 --nodes 1:2 x.py", "--nodes 1:2: to go on with fewer hosts is a restart, and none is allowed; give "),
     ("--hosts a:0@b:0 --nodes 1:2 --max-restarts 1 --launcher mpich x.py", "--nodes 1:2 --launcher mpich: it ends all hosts "
      "where one is lost; use ssh or pdsh"),
@@ -118,7 +118,7 @@ def test_a_dry_run_shows_hosts_variables_and_commands_without_values(
     monkeypatch.setenv("NCCL_X", "hidden")
     assert main(["run", "--hosts", "a:0,1@b:3", "--launcher", "pdsh", "--dry-run", "--env", "Y=z", __file__, "a b"]) == 0
     shown = capsys.readouterr().out
-    assert "3 ranks, started by pdsh" in shown and "slots 3            ranks 2 to 2" in shown
+    assert "3 ranks, started by pdsh" in shown and "slots 3            rank 2" in shown
     assert "NCCL_X" in shown and "hidden" not in shown and "$ pdsh -S -f 1024 -R ssh -w a,b 'exec " in shown
     assert f"each rank runs: python {__file__} 'a b'" in shown
 

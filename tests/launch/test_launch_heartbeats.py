@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
+from shoal.launch import heartbeats
 from shoal.launch.heartbeats import ENDED, PAUSE, Heartbeats
 
 PERIOD, SILENCE = 0.02, 0.5
@@ -54,6 +57,20 @@ def test_a_pause_of_this_process_or_the_store_counts_for_nothing() -> None:
     one._exchange = slow
     until(lambda: server.add("beat/0", 0) > 2 * SILENCE / PERIOD)  # node 1 never sent a heartbeat
     assert one.silent_for == {}
+    one.end()
+
+
+def test_a_node_that_was_stopped_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stopped = [0.0]
+    monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped[0]))
+    told: list[float] = []
+    one = Heartbeats(server, 0, 1, told.append, period=PERIOD, silence=60.0)
+    for beats in (3, 6, 9):
+        until(lambda beats=beats: server.add("beat/0", 0) > beats)
+        stopped[0] += 1000.0  # all threads of a process stop together
+    until(lambda: server.add("beat/0", 0) > 12)
+    assert told == []
     one.end()
 
 

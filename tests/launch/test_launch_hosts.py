@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import os
+import queue
 import re
 import signal
 import socket
+import time
 from contextlib import suppress
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from launched import SECONDS, wait
+
+from shoal.cluster.hostfile import Host
+from shoal.launch import cluster
+from shoal.launch.facts import gather
+from shoal.launch.job import ClusterJob
+from shoal.launch.protocol import Channel, Hello
+from shoal.launch.starting import Connected, HostEvent, Starter
 
 TRAIN = """
 import os, sys, time, torch, shoal
@@ -72,7 +86,7 @@ def test_a_job_survives_the_loss_of_any_host(run, script, lost, loss):
     assert all(int(steps) >= 2 for _, steps, _ in begun_again), "loaded from memory, of which a third was lost"
     name = (socket.gethostname(), "localhost")[lost]
     assert f"shoal run: {name} is lost: " in err
-    assert f"it ran rank {lost}; the other 2 hosts go on" in err
+    assert f"it ran rank {lost}; the job goes on with 2 hosts" in err
     assert "out of memory" not in err, "the reason of a rank that the agent killed is known"
 
 
@@ -104,6 +118,69 @@ def test_a_job_begins_without_a_host_that_is_down(run, script):
     assert [line.rpartition(" ")[2] for line in out.splitlines()] == ["2", "2"]
     assert "192.0.2.1: " in err
     assert "the others begin without it" in err
+
+
+class QuietStarter:
+    """Has one host with a connection from the start, which says nothing."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[HostEvent] = queue.SimpleQueue()
+        (self.sent, writer), reader = map(os.fdopen, os.pipe(), ("rb", "wb")), io.BytesIO()
+        channel = Channel(reader, writer)
+        for message in (Connected(channel=channel), Hello(node=0, host="node0", pid=1, facts=asdict(gather(".")))):
+            self.events.put(HostEvent(node=0, message=message))
+
+    def start(self, job: ClusterJob) -> None:
+        """Do nothing: the host runs."""
+
+    def forget(self) -> None:
+        """Do nothing: there is no file."""
+
+    def end(self, seconds: float) -> None:
+        """Do nothing: there is no process."""
+
+
+@pytest.fixture
+def quiet_host(monkeypatch):
+    """A cluster of one silent host, which is lost after 6 s of a clock that the test sets; and what it is sent."""
+    clock = [100.0]
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    monkeypatch.setattr(cluster, "BEAT", 0.01)
+    starter = QuietStarter()
+    job = ClusterJob(secret="", hosts=(Host(name="node0", slots=(0,)),), environment={}, folder=".", plan=None,
+                     least=1, quiet=6.0)
+    with starter.sent, cluster.Cluster(cast("Starter", starter), job, "ssh") as made:
+        yield made, starter.sent, clock
+
+
+def test_hosts_get_beats_while_the_launcher_waits_for_a_reader(quiet_host):
+    _, sent, _ = quiet_host
+    assert [sent.readline() for _ in range(3)] == [b'["Beat", {}]\n'] * 3  # though nothing asks the cluster for messages
+
+
+def test_no_host_is_silent_while_the_launcher_itself_is_stopped(quiet_host):
+    made, _, clock = quiet_host
+    clock[0] += 60.0
+    made.receive()
+    assert not made.nodes[0].lost
+    for _ in range(7):
+        clock[0] += 1.0
+        made.receive()
+    assert made.nodes[0].lost == "no message from it for 6 s; it is down, stopped, or cut off"
+
+
+def test_hosts_that_a_stopped_launcher_has_left_say_why_they_end(run, script):
+    launch = run("--hosts", hosts(2), "--lost-after", "3", "--no-bind-cores",
+                 script("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"))
+    ranks = [int(line.rpartition(" ")[2]) for line in launch.read(2)]
+    os.kill(launch.pid, signal.SIGSTOP)
+    for pid in ranks:
+        wait(pid, time.monotonic() + SECONDS)
+    os.kill(launch.pid, signal.SIGCONT)
+    code, _, err = launch.end()
+    assert code == 128 + signal.SIGTERM, err
+    assert err.count("] nothing came from the launcher for 3 s: the ranks end\n") == 2, err
+    assert "is lost" not in err
 
 
 def children(pid: int) -> list[int]:

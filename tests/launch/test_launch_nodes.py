@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
+import socket
 
 import pytest
+
+from shoal.errors import LaunchError
+from shoal.launch import doctor
+from shoal.launch.addresses import facing, own_addresses
+from shoal.launch.agent import multi_node_rendezvous
 
 TRAIN = """
 import os, sys, time, torch, shoal
@@ -56,3 +63,46 @@ def test_a_training_survives_the_loss_of_a_node(run, script, free_port, nodes, l
     assert [line.partition(" from ")[0] for line in begun] == [f"{rank} of {len(ends)}" for rank in range(len(ends))]
     assert all(int(line.partition(" from ")[2]) >= 2 for line in begun), ends  # loaded from memory, of which half was lost
     assert loss == signal.SIGKILL or "ended because node 1 has sent no heartbeat for" in ends[0][2], ends
+
+
+FAILS = """
+import os, shoal
+shoal.init_distributed()
+if os.environ["RANK"] == "1":
+    raise ValueError("no such herring")
+"""
+
+
+def test_each_node_leaves_the_report_of_its_ranks(run, script, free_port, tmp_path, capsys):
+    (tmp_path / "failure.node7.txt").write_text("of an earlier job")
+    command = ("--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores", "--log-dir",
+               str(tmp_path), script(FAILS))
+    launches = [run("--node-rank", str(node), *command) for node in range(2)]
+    codes = [launch.end()[0] for launch in launches]
+    assert 1 in codes
+    left = {path.name: path.read_text() for path in tmp_path.glob("failure*.txt")}
+    assert left.keys() <= {"failure.node0.txt", "failure.node1.txt"}
+    (found,) = [text for text in left.values() if "rank 1 of 2 failed: ValueError: no such herring" in text]
+    assert doctor.main(doctor_arguments(tmp_path)) == 0
+    assert found in capsys.readouterr().out
+
+
+def doctor_arguments(target):
+    """Return the arguments of `shoal doctor TARGET`."""
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args([str(target)])
+
+
+def test_a_node_is_reached_at_the_address_that_faces_the_rendezvous():
+    assert facing("localhost") == ("127.0.0.1", True)
+    assert facing("127.0.0.1") == ("127.0.0.1", True)
+    own = own_addresses()[0]
+    assert facing(own) == (own, True)
+    assert facing(socket.gethostname())[1], "whatever address /etc/hosts gives the name"
+
+
+def test_a_rendezvous_whose_name_does_not_resolve_is_named_in_one_line():
+    with pytest.raises(LaunchError, match=r"^--rendezvous no-such-host.invalid:29400: \S+ cannot reach "
+                                          r"no-such-host.invalid: [^\n]+; give an address of the node that hosts it$"):
+        multi_node_rendezvous("no-such-host.invalid:29400", "job", (2, 2), None)

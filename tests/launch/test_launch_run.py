@@ -159,7 +159,7 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_finish(run, script, nu
     code, out, err = launch.end()
     assert code == 128 + number
     assert out.splitlines() == [f"finished {number.name}"] * 2
-    assert f"sending {number.name} to 2 ranks, which have 30 s to finish" in err
+    assert f"sending {number.name} to 2 ranks; 30 s are left to finish" in err
     launch.wait_until_gone()
 
 

@@ -111,7 +111,8 @@ def excluded(hosts: Sequence[Host], text: str) -> list[Host]:
 def first(hosts: Sequence[Host], least: int, most: int) -> list[Host]:
     """Return the first `most` hosts, or all. Raises `HostsError` where there are fewer than `least`."""
     if least > len(hosts):
-        raise HostsError(f"--nodes: got {least}, but there are {len(hosts)} hosts: {', '.join(host.name for host in hosts)}")
+        raise HostsError(f"--nodes: got {least}; choose at most {len(hosts)}, for the hosts are "
+                         f"{', '.join(host.name for host in hosts)}")
     return list(hosts[:most])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -10,7 +11,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-__all__ = ["connect", "interface_of", "own_addresses"]
+__all__ = ["INTERFACE", "connect", "facing", "interface_of", "is_loopback", "own_addresses"]
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names the interface of gloo; without it gloo looks up the host's own name."""
 
 SIOCGIFADDR = 0x8915
 ATTEMPT = 3.0
@@ -23,7 +27,30 @@ def own_addresses() -> list[str]:
     found += [address for _, address in _interfaces()]
     with suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    return sorted(dict.fromkeys(found), key=lambda address: address.startswith("127.") or address == "::1")
+    return sorted(dict.fromkeys(found), key=is_loopback)
+
+
+def facing(host: str) -> tuple[str, bool]:
+    """Return the address with which this host reaches `host`, and whether that is this host itself.
+
+    Raises OSError where the name does not resolve, or there is no route.
+    """
+    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)  # any port: nothing is sent
+    family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        own = str(probe.getsockname()[0])
+    if is_loopback(own) and not is_loopback(host):  # the name of this host, which /etc/hosts gives such an address here
+        return own_addresses()[0], True
+    return own, own == where[0] or is_loopback(own)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is one under which every host means itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def interface_of(address: str) -> str | None:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import signal
@@ -34,6 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
+from shoal.launch.addresses import INTERFACE, facing, interface_of
 from shoal.launch.console import Console, counted
 from shoal.launch.doctor import page_of
 from shoal.launch.failure import REPORT, Failure
@@ -280,8 +280,8 @@ class Agent(LocalElasticAgent):
                              if isinstance(worker.id, int) and self._exits.get(worker.id)]
             self._report()
         if alive := len(self._alive()):
-            self.console.status(f"shoal run: sending {death_sig.name} to {counted(alive, 'rank')}, which have {grace:g} s "
-                                "to finish; a second signal kills them at once")
+            self.console.status(f"shoal run: sending {death_sig.name} to {counted(alive, 'rank')}; {grace:g} s are left to "
+                                "finish, and a second signal kills at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
         self.guardian.sweep(ORPHAN_GRACE, set() if self._spare is None else self._spare.pids)
@@ -339,13 +339,15 @@ class Agent(LocalElasticAgent):
             ranks = self._worker_group.workers[0].world_size
             self.console.report(self.failures, ranks, note)
             record = read_record(Path(self._memory))
-            if self.plan.log_dir is not None and record is not None and self.plan.nodes == (1, 1):
+            if self.plan.log_dir is not None and record is not None and self._cluster is None:
                 page = page_of(Path(self._memory), record, with_stacks=False)
+                node = self._worker_group.group_rank
+                path = Path(self.plan.log_dir, REPORT if self.plan.nodes == (1, 1) else f"failure.node{node}.txt")
                 try:
-                    Path(self.plan.log_dir, REPORT).write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n",
-                                                               encoding="utf-8", errors="backslashreplace")
+                    path.write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n", encoding="utf-8",
+                                    errors="backslashreplace")
                 except OSError as error:
-                    self.console.status(f"shoal run: {self.plan.log_dir}/{REPORT} cannot be written: {error.strerror}")
+                    self.console.status(f"shoal run: {path} cannot be written: {error.strerror}")
 
 
 class SingleNodeRendezvous(RendezvousHandler):
@@ -400,17 +402,34 @@ class SingleNodeRendezvous(RendezvousHandler):
 def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts: bool | None) -> RendezvousHandler:
     """Return torch's c10d rendezvous of the nodes of `job` at `endpoint` (host:port).
 
-    `hosts` says whether this node serves the rendezvous store; None lets torch decide by the host's name and addresses.
-    The ranks use a separate store, so that no attempt reads the addresses of an earlier attempt.
+    `hosts` says whether this node serves the rendezvous store; None: it does if the address is one of its own, and the
+    first there. Other nodes reach it at that address, and any other node at the one with which it reaches the store, so that
+    no name of a node has to resolve. The ranks use a separate store, so that no attempt reads the addresses of an earlier
+    attempt.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    host = endpoint.rpartition(":")[0]
-    options = {} if hosts is None else {"is_host": hosts}
-    parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
-                                      max_nodes=nodes[1], local_addr=LOOPBACK if _is_loopback(host) else None,
-                                      last_call_timeout=LAST_CALL, **KEEP_ALIVE, **options)
-    backend, store = create_backend(parameters)
-    return create_handler(store, backend, parameters)
+    host = endpoint.rpartition(":")[0].strip("[]")
+    try:
+        own, is_here = facing(host)
+    except OSError as error:
+        raise LaunchError(f"--rendezvous {endpoint}: {socket.gethostname()} cannot reach {host}: {error.strerror}; give an "
+                          "address of the node that hosts it") from error
+    if INTERFACE not in os.environ and (interface := interface_of(own)) is not None:
+        os.environ[INTERFACE] = interface
+
+    def create(is_host: bool) -> RendezvousHandler:
+        parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
+                                          max_nodes=nodes[1], local_addr=host if is_host else own, is_host=is_host,
+                                          last_call_timeout=LAST_CALL, **KEEP_ALIVE)
+        backend, store = create_backend(parameters)
+        return create_handler(store, backend, parameters)
+
+    try:
+        return create(is_here if hosts is None else hosts)
+    except RendezvousError:
+        if hosts is not None or not is_here:
+            raise
+        return create(False)  # another agent on this host serves it
 
 
 def exit_status(pid: int) -> int | None:
@@ -439,7 +458,7 @@ def _default_ranks(console: Console) -> int:
     gpus = device_count()
     usable = len(cores.physical_cores(cores.usable()))
     ranks = gpus or max(1, usable // 2)
-    basis = f"one per GPU ({gpus})" if gpus else f"half of {usable} cores"
+    basis = f"one per GPU ({gpus})" if gpus else f"half of {counted(usable, 'core')}"
     console.status(f"shoal run: {counted(ranks, 'rank')}, {basis}; set --ranks N to change it")
     return ranks
 
@@ -447,8 +466,8 @@ def _default_ranks(console: Console) -> int:
 def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreShare]:
     groups = cores.physical_cores(plan.core_list or cores.usable())
     if ranks > len(groups):
-        console.status(f"shoal run: {counted(ranks, 'rank')} on {len(groups)} cores: ranks are not bound to cores, and each "
-                       "uses one thread")
+        console.status(f"shoal run: {counted(ranks, 'rank')} on {counted(len(groups), 'core')}: ranks are not bound to "
+                       "cores, and each uses one thread")
     shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
 
@@ -456,10 +475,3 @@ def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreSh
 def _first_line(error: Exception) -> str:
     """Return what an error of torch says, without the stack of its libraries."""
     return str(error).partition("Exception raised from")[0].strip().partition("\n")[0]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +22,7 @@ from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
 from shoal.launch.complaints import explain, means_failure, names
-from shoal.launch.console import RankLogs, counted, print_line, print_status
+from shoal.launch.console import RankLogs, counted, numbered_ranks, print_line, print_status
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
 from shoal.launch.job import ClusterJob
@@ -47,6 +48,8 @@ __all__ = ["Cluster", "Node", "run_job"]
 
 BEAT = 1.0
 """Seconds between two beats."""
+PAUSE = 3.0
+"""Seconds between two looks at the hosts after which this process was stopped, or waited until its output was read."""
 START = 120.0
 """Seconds within which hosts have to start."""
 LAST = 20.0
@@ -97,13 +100,15 @@ class Cluster:
         self._launcher = launcher
         self._said: deque[str] = deque(maxlen=100)
         """The last lines of the process that started all hosts."""
-        self._beat = 0.0
+        self._ticked = time.monotonic()
+        self._left = threading.Event()
         self._early: deque[tuple[Node, Message]] = deque()
         """Messages of hosts that came before all had started."""
 
     def __enter__(self) -> Cluster:
         try:
             self._starter.start(self.job)
+            threading.Thread(target=self._send_beats, name="beats", daemon=True).start()
             self._await()
             self._starter.forget()
         except BaseException:
@@ -116,6 +121,7 @@ class Cluster:
 
     def _leave(self, seconds: float) -> None:
         """End the hosts, and wait so long for the launcher's process where any has started."""
+        self._left.set()
         self.send(Signal(number=signal.SIGTERM))
         for node in self.nodes:
             if node.channel is not None:
@@ -201,13 +207,18 @@ class Cluster:
         about = [line for line in self._said if names(line, node.name)]
         return explain(node.last_lines) or explain(about or self._said)
 
-    def _tick(self) -> None:
-        """Send a beat, and lose the hosts that are silent."""
-        now = time.monotonic()
-        if now - self._beat > BEAT:
-            self._beat = now
+    def _send_beats(self) -> None:
+        """Send beats in a thread of their own: the main one waits while nobody reads what it prints."""
+        while not self._left.wait(BEAT):
             self.send(Beat())
+
+    def _tick(self) -> None:
+        """Lose the hosts that are silent; none was while this process did not look."""
+        now = time.monotonic()
+        paused, self._ticked = now - self._ticked > PAUSE, now
         for node in self.nodes:
+            if paused:
+                node.last_heard = now
             if node.facts is not None and not node.has_ended and now - node.last_heard > self.job.quiet:
                 node.lost = f"no message from it for {self.job.quiet:g} s; it is down, stopped, or cut off"
 
@@ -329,7 +340,7 @@ class _JobMonitor:
             self.end(signal.SIGTERM)
             return
         for number in lost:
-            print_status(f"{self._describe_loss(number)}; the other {counted(len(left), 'host')} go on")
+            print_status(f"{self._describe_loss(number)}; the job goes on with {counted(len(left), 'host')}")
             if (channel := nodes[number].channel) is not None:
                 channel.close()
         self.hosts = left
@@ -340,7 +351,7 @@ class _JobMonitor:
         slots = [len(self.cluster.nodes[each].host.slots) for each in self.hosts]
         place = self.hosts.index(number)
         node, first = self.cluster.nodes[number], sum(slots[:place])
-        return f"shoal run: {node.name} is lost: {node.lost}; it ran {_ranks(range(first, first + slots[place]))}"
+        return f"shoal run: {node.name} is lost: {node.lost}; it ran {numbered_ranks(range(first, first + slots[place]))}"
 
     def _report(self, lines: Sequence[str]) -> None:
         """Show what failed, and leave it in the folder of logs."""
@@ -402,7 +413,3 @@ def _signals_to(take: Callable[[int], None]) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _ranks(numbers: range) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]} to {numbers[-1]}"

@@ -17,12 +17,17 @@ from shoal.launch import failure
 from shoal.launch.failure import Failure
 from shoal.launch.protocol import Channel, Output, Report, Status
 
-__all__ = ["Console", "RankLogs", "Remote", "Terminal", "counted", "print_line", "print_status"]
+__all__ = ["Console", "RankLogs", "Remote", "Terminal", "counted", "numbered_ranks", "print_line", "print_status"]
 
 
 def counted(count: int, word: str, ending: str = "s") -> str:
     """Return the count with its noun: "1 rank", "2 ranks", with `ending` "es" also "2 microbatches"."""
     return f"{count} {word}{'' if count == 1 else ending}"
+
+
+def numbered_ranks(numbers: range) -> str:
+    """Return "rank 3", or "ranks 3 to 5"."""
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {numbers[0]} to {numbers[-1]}"
 
 
 class Console(Protocol):
@@ -110,7 +115,8 @@ class RankLogs:
         if not os.access(self._folder, os.W_OK | os.X_OK):
             raise LaunchError(f"--log-dir {folder}: no file can be made in it: permission denied; give another")
         with suppress(OSError):  # the report of an earlier job says nothing about this one
-            (self._folder / failure.REPORT).unlink()
+            for report in self._folder.glob(failure.REPORTS):
+                report.unlink(missing_ok=True)
 
     def write(self, line: Output) -> None:
         """Write one line to the file of its rank and stream, or tell once that lines are missing."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.launch.failure import REPORT
+from shoal.launch.failure import REPORT, REPORTS
 from shoal.launch.job_record import JobRecord, read_record
 from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
@@ -134,11 +134,12 @@ def _bytes(folder: Path) -> int:
 
 
 def _report(folder: Path) -> str:
-    """Return the report of a job that has ended. Raises `UsageError` where the folder has none."""
-    if not (folder / REPORT).exists():
+    """Return the reports of a job that has ended, the earliest first. Raises `UsageError` where the folder has none."""
+    reports = sorted(folder.glob(REPORTS), key=os.path.getmtime)  # the cause is likely to be the first
+    if not reports:
         raise UsageError(f"{folder}: has no {REPORT}, so no job with these logs has failed; give the name or a process of a "
                          f"job that runs: {_known()}")
-    return (folder / REPORT).read_text()
+    return "\n".join(report.read_text() for report in reports)
 
 
 def _find(target: str | None) -> tuple[Path, JobRecord]:

@@ -18,10 +18,12 @@ from typing import Any
 
 from shoal.launch import rank as rank_module
 
-__all__ = ["REPORT", "Failure", "describe", "first", "read", "status_code"]
+__all__ = ["REPORT", "REPORTS", "Failure", "describe", "first", "read", "status_code"]
 
 REPORT = "failure.txt"
 """The file in the folder of logs that has the last failure."""
+REPORTS = "failure*.txt"
+"""That file and those of nodes that were started by hand, which have one each."""
 
 CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError",
                      "torch.distributed.DistStoreError", "torch._C._distributed_c10d.DistBackendError",

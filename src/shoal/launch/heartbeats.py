@@ -71,8 +71,12 @@ class Heartbeats:
             self._store.add(f"beat/{self._node}", ENDED)
 
     def _look(self) -> None:
+        looked = time.monotonic()
         while not self._stop.wait(self._period):
-            if (seconds := time.monotonic() - self._reached) > 2 * self._silence:
+            before, looked = looked, time.monotonic()
+            if looked - before > PAUSE * self._period:  # this process was stopped, and may reach the store yet
+                self._reached = looked
+            if (seconds := looked - self._reached) > 2 * self._silence:
                 self._on_cut_off(seconds)
                 return
 

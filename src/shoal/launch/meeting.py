@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
 from shoal.errors import LaunchError
-from shoal.launch.addresses import connect, interface_of, own_addresses
+from shoal.launch.addresses import INTERFACE, connect, interface_of, own_addresses
 from shoal.launch.job import ClusterJob
 from shoal.launch.protocol import Begin, Listening
 
@@ -30,7 +30,6 @@ MEET = 600.0
 LOOK = 0.02
 """Seconds between two looks at who has arrived."""
 TIMEOUT = timedelta(minutes=5)
-INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class ClusterRendezvous(RendezvousHandler):

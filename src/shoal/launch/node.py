@@ -175,7 +175,8 @@ class Link:
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             self.channel.send(Beat())
-            if time.monotonic() - self._heard > self._job.quiet:
+            if time.monotonic() - self._heard > self._job.quiet and not self._ending:
+                self.channel.send(Status(text=f"nothing came from the launcher for {self._job.quiet:g} s: the ranks end"))
                 self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:

@@ -76,7 +76,8 @@ def main(args: argparse.Namespace) -> int:
     variables = read_variables(args.env)
     if args.dry_run:
         ranks = "as many ranks as fit" if plan.ranks is None else counted(plan.ranks, "rank")
-        print(f"1 host, {ranks}\neach rank runs: {_program(plan)}")
+        where = "1 host" if plan.rendezvous is None else f"this node of {args.nodes or 1}, rendezvous {plan.rendezvous}"
+        print(f"{where}, {ranks}\neach rank runs: {_program(plan)}")
         return 0
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-run-")

@@ -23,7 +23,7 @@ from shoal.cluster.launchers import LAUNCHERS, Launcher, Start
 from shoal.errors import HostsError, LaunchError, UsageError
 from shoal.launch import bootstrap
 from shoal.launch.cluster import Cluster
-from shoal.launch.console import counted, print_status
+from shoal.launch.console import counted, numbered_ranks, print_status
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.starting import Starter
@@ -101,10 +101,10 @@ class Selection:
         total = sum(len(host.slots) for host in self.hosts)
         lines, rank = [f"{counted(len(self.hosts), 'host')}, {counted(total, 'rank')}, started by {self.launcher.name}"], 0
         for host in self.hosts:
-            last = rank + len(host.slots) - 1
+            ranks = range(rank, rank + len(host.slots))
             slots = ",".join(map(str, host.slots))
-            lines.append(f"  {host.name or '(chosen by Slurm)':<20} slots {slots:<12} ranks {rank} to {last}")
-            rank = last + 1
+            lines.append(f"  {host.name or '(chosen by Slurm)':<20} slots {slots:<12} {numbered_ranks(ranks)}")
+            rank = ranks.stop
         where = "on standard input" if self.launcher.stdin else "in a file of mode 0600 in this folder"
         lines.append(f"variables, whose values travel {where}: {', '.join(sorted(self.environment)) or 'none'}")
         lines.append(f"each rank runs: {what}")

@@ -85,7 +85,8 @@ class Suspicion:
 
     def __str__(self) -> str:
         where = "before initialize" if self.reading is None else (
-            f"in {self.reading.phase.name.lower().replace('_', ' ')} after {self.reading.steps} steps")
+            f"in {self.reading.phase.name.lower().replace('_', ' ')} after {self.reading.steps} "
+            f"step{'' if self.reading.steps == 1 else 's'}")
         if self.kind is StallKind.STOPPED:
             return f"stopped (state T, as by SIGSTOP) for {self.seconds:.1f} s, {where}"
         return f"hung {where}: the call has lasted {self.seconds:.1f} s, its deadline is {self.deadline:.1f} s"
