@@ -45,6 +45,7 @@ from shoal.engine.storage_plan import plan_storage
 from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
+from shoal.module_hooks import is_scripted
 from shoal.nn.linear import linear_kernels_in
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.handed_over import hand_over
@@ -206,7 +207,17 @@ def _check_model(model: object) -> nn.Module:
         raise UsageError("initialize: model is an engine; pass the module that it trains, engine.module")
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize: model is a {type(model).__name__}; pass an instance of torch.nn.Module")
+    if is_scripted(model):
+        raise UsageError(f"initialize: model is a {type(model).__name__}, which takes no hooks; pass the torch module that "
+                         f"was scripted or traced, or one whose forward calls it")
     _check_has_values(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise UsageError(f"initialize: parameter '{name}' was made within torch.inference_mode(), which no step may "
+                             f"write to; build the model outside of it, or give it a clone, nn.Parameter(value.clone())")
+        if not isinstance(parameter, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]  of torch.jit.load
+            raise UsageError(f"initialize: parameter '{name}' is a {type(parameter).__name__}, as those of a module that "
+                             f"torch.jit.load returns, which an engine cannot train; script the module anew in this process")
     return model
 
 
