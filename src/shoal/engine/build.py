@@ -131,6 +131,8 @@ class EngineClasses:
     """Schedules that replace those registered under the same names."""
     loss_scale: Callable[[Config], LossScale] = lambda settings: loss_scale_of(settings)
     """The loss scale, by the configuration."""
+    checks_fp32: Callable[[Config], bool] = lambda settings: False
+    """Whether a step in fp32, too, is skipped where gradients are not finite, by the configuration."""
 
 
 def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimizer: OptimizerSource | None,
@@ -345,7 +347,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
         raise UsageError(f"initialize: the optimizer function returned {len(inner.param_groups)} groups for "
                          f"{len(groups.options)}; return an optimizer over the groups that it was given")
     groups.show_params(inner)
-    rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
+    rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), classes, named=optimizer is None)
     return classes.optimizer(settings, inner)(sharded, views, inner, classes.loss_scale(settings), rules)
 
 
@@ -443,9 +445,11 @@ def _cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
                     setattr(module, name, buffer.to(dtype))
 
 
-def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:
+def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, classes: EngineClasses, *,
+                named: bool) -> StepRules:
     """Return the rules of a step, by an optimizer that the configuration `named` or by another."""
     overflows = traits.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
+    overflows |= dtypes.compute is torch.float32 and classes.checks_fp32(settings)
     zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
     ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
     native = named and prefers_native(settings.optimizer.type, settings.optimizer.params)
