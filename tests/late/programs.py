@@ -58,6 +58,8 @@ class _Training:
     more: dict[str, Any]
     on_disk: bool = False
     saves: bool = False
+    reads: bool = False
+    """Whether the script reads the weights between backward and the step."""
 
     def __call__(self) -> list[Tensor]:
         with tempfile.TemporaryDirectory() as folder:
@@ -81,6 +83,7 @@ class _Training:
                 engine.save_checkpoint(shared)
             loss = engine(_batch(step, dtype).to(engine.device)).float().square().mean()
             engine.backward(loss)
+            losses += [parameter.detach().sum() for parameter in engine.module.parameters() if self.reads]
             engine.step()
             losses.append(loss.detach())
         if self.saves:
@@ -275,12 +278,14 @@ class Program:
     """Whether it also runs where the device is the host."""
 
 
-def _training(ranks: int, zero: dict[str, Any], *, on_disk: bool = False, saves: bool = False, **more: Any) -> Program:
+def _training(ranks: int, zero: dict[str, Any], *, on_disk: bool = False, saves: bool = False, reads: bool = False,
+              **more: Any) -> Program:
     zero = {"stage3_param_persistence_threshold": 0, **zero} if zero["stage"] == 3 else zero
-    return Program(ranks=ranks, run=_Training(zero=zero, more=more, on_disk=on_disk, saves=saves))
+    return Program(ranks=ranks, run=_Training(zero=zero, more=more, on_disk=on_disk, saves=saves, reads=reads))
 
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+_BF16: dict[str, Any] = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+_IN_BACKWARD: dict[str, Any] = {**ON_HOST, "step_in_backward": True}
 
 PROGRAMS: dict[str, Program] = {
     "sharded": _training(2, {"stage": 3}),
@@ -289,6 +294,9 @@ PROGRAMS: dict[str, Program] = {
     "published and offloaded": _training(2, {"stage": 1, "offload_param": ON_HOST}),
     "on disk": _training(1, {"stage": 3}, on_disk=True),
     "stepped on the host": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, **_BF16),
+    "read before a step on the host": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, reads=True,
+                                               gradient_clipping=0.0, **_BF16),
+    "stepped in backward": _training(2, {"stage": 2, "offload_optimizer": _IN_BACKWARD}, gradient_clipping=0.0, **_BF16),
     "accumulated off the device": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, gradient_accumulation_steps=2),
     "saved": _training(2, {"stage": 3}, saves=True, checkpoint={"async_save": True}),
     "replicas": _training(4, {"stage": 2, "mics_shard_size": 2}),

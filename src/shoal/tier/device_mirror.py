@@ -6,6 +6,7 @@ A commit does not wait for its copy: readers on the host do.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,7 +16,7 @@ from shoal.tier.span import DONE, Names, PlacedSpan, ResidentSpan, Span, Transfe
 from shoal.tier.store import Store
 from shoal.tier.streams import CopyEvent, CopyStream, allocate, d2h_stream, free, h2d_stream
 
-__all__ = ["CopyTransfer", "DeviceMirror", "mirrored"]
+__all__ = ["CopiesEnded", "CopyTransfer", "DeviceMirror", "mirrored"]
 
 
 class CopyTransfer:
@@ -68,6 +69,22 @@ class CopyTransfer:
         with self._stream.following():
             self._target.copy_(self._source.tensor, non_blocking=True)
         self._event = self._stream.record_event()
+
+
+class CopiesEnded:
+    """The transfer of host memory that a device copies: it ends when `finish` has waited for the copies."""
+
+    def __init__(self, finish: Callable[[], None]):
+        self._finish = finish
+        self.done = False
+
+    def wait(self) -> None:
+        self._finish()
+        self.done = True
+
+    def following(self) -> AbstractContextManager[object]:
+        self.wait()
+        return nullcontext()
 
 
 class DeviceMirror:
@@ -126,7 +143,7 @@ class DeviceMirror:
 
 
 class _MirroredSpan:
-    """The host's side of a mirror: a fetch first waits for the copies of the device's side, in both directions."""
+    """The host's side of a mirror: a fetch also waits for the copies of the device's side, in both directions."""
 
     def __init__(self, mirror: DeviceMirror, below: Span):
         self.tensor = below.tensor
@@ -134,7 +151,9 @@ class _MirroredSpan:
         self._below = below
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self._mirror.finish_copies()
+        if isinstance(self._below, ResidentSpan):
+            return CopiesEnded(self._mirror.finish_copies)
+        self._mirror.finish_copies()  # a disk writes what came down while the step waits for its turn
         return self._below.fetch(start, stop, fresh=fresh)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:

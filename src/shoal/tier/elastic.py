@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.tier.device_mirror import CopyTransfer
+from shoal.tier.device_mirror import CopiesEnded, CopyTransfer
 from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import Pages, pageable
 from shoal.tier.span import DONE, JoinedTransfers, Names, ResidentSpan, Span, SubSpan, Transfer, no_names, offset_names
@@ -158,8 +158,7 @@ class CopiedSpan(ResidentSpan):
         self._last = last
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self._last.finish()
-        return DONE
+        return CopiesEnded(self._last.finish)
 
     def part(self, part: range) -> ResidentSpan:
         return CopiedSpan(self.tensor[part.start:part.stop], self._last)

@@ -161,14 +161,17 @@ class StagingBuffers:
         self._borrowed = buffer
         return buffer[:size].view(dtype)
 
-    def send(self, written: Tensor, target: Tensor) -> None:
-        """Copy `written`, the memory borrowed last, to `target`, before any later work of the compute stream."""
+    def send(self, written: Tensor, target: Tensor) -> CopyEvent:
+        """Start copying `written`, the memory borrowed last, to `target`; return the event that its readers wait for.
+
+        The copy runs beside the compute stream: its stream must follow the last reader of what `target` had.
+        """
         stream = h2d_stream(self._device)
-        with stream.use():
+        with stream.following():
             target.copy_(written, non_blocking=True)
         event = stream.record_event()
-        event.stream_wait()
         self._buffers.append((self._borrowed, event))
+        return event
 
 
 class PinnedRing:
