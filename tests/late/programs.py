@@ -26,7 +26,7 @@ from shoal.errors import RanksDisagree
 from shoal.tensor_parallel import Plan, parallelize
 from shoal.tier import Memory, elastic
 from shoal.tier.device_mirror import mirrored
-from shoal.tier.streams import PinnedRing, free
+from shoal.tier.streams import PinnedRing, UploadRing, free, h2d_stream
 from shoal.transport.collectives import Communicator, Label
 from shoal.transport.failure_board import FailureBoard
 from tests.late.device import seed
@@ -206,6 +206,20 @@ def _through_a_ring() -> list[Tensor]:
     return targets
 
 
+def _up_through_a_ring() -> list[Tensor]:
+    """Host memory that is overwritten at once goes up through a ring, whose slots are fewer than it needs."""
+    device = current_device()
+    ring, source = UploadRing(device, slots=2, size=4096), torch.zeros(2500)
+    targets = [torch.zeros(2500, device=device) for _ in range(3)]
+    after = h2d_stream(device).record_compute()
+    for value, target in enumerate(targets):
+        source.fill_(value + 1)
+        event = ring.send(source, target, after)
+    source.fill_(-1)
+    event.synchronize()
+    return [target.cpu() for target in targets]
+
+
 def _issued_in_other_orders() -> list[Tensor]:
     """Ranks give the device two collectives of one size in different orders: 1 where the step says so."""
     group = dist.new_group(backend=BACKEND)
@@ -305,6 +319,7 @@ PROGRAMS: dict[str, Program] = {
     "staged": Program(ranks=1, run=_staged),
     "staged and released": Program(ranks=1, run=_staged_and_released),
     "through a ring": Program(ranks=1, run=_through_a_ring),
+    "up through a ring": Program(ranks=1, run=_up_through_a_ring),
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
     "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
     "gradients read": Program(ranks=2, run=_gradients_read),

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.device import stream_of_thread, within
+from shoal.device import set_current, stream_of_thread, within
 from shoal.errors import TierError
 from shoal.optim.step_pass import StepPass
 from shoal.optim.views import MasterView
@@ -311,9 +311,10 @@ class StepScheduler:
         """Take the deferred steps; the body of the thread.
 
         It gives the device's work to `stream`, that of the pass which made the gradients: a new thread would begin with the
-        default stream of the first device.
+        default stream of the first device, and end by making that device current, which takes its memory.
         """
         try:
+            set_current(self._device)
             with within(stream), torch.no_grad():
                 for unit in self._stream(self._next_chunk):
                     with self._lock:
