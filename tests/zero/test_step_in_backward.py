@@ -100,9 +100,9 @@ def train_with_discarded_gradients(*, within: bool) -> list[Tensor]:
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "optimizer": ADAM,
         "zero_optimization": {"stage": 2, "offload_optimizer": {"step_in_backward": within}}})[0]
     for _ in range(2):
-        engine.backward(engine(torch.ones(2, 4, requires_grad=True)))
+        engine.backward(engine(torch.ones(2, 4, device=current_device(), requires_grad=True)))
         engine.step()
-        loss = engine(torch.ones(2, 4, requires_grad=True))
+        loss = engine(torch.ones(2, 4, device=current_device(), requires_grad=True))
         engine.optimizer.zero_grad()
         engine.backward(loss)
         engine.step()
