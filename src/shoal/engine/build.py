@@ -42,7 +42,7 @@ from shoal.engine.optimizer_traits import (
 from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.schema import Config
 from shoal.engine.storage_plan import plan_storage
-from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
+from shoal.errors import CollectiveFailed, ConfigError, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.module_hooks import is_scripted
@@ -163,7 +163,6 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
                 gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
             device = process_group.device()
             traits = traits_of(settings, optimizer)
-            _check_device(settings, device)
             if traits.compressing:
                 check_compression(settings, mesh, model, traits.name)
             make_engine = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
@@ -273,13 +272,6 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
         raise ConfigError(f"initialize: got {'no configuration' if not given else ' and '.join(given)}; give one: "
                           f"config=PATH_OR_DICT, or --shoal-config on the command line through args")
     return next(iter(given.values()))
-
-
-def _check_device(settings: Config, device: torch.device) -> None:
-    """Raise for settings that the device of the model does not support."""
-    if settings.zero_optimization.offload_optimizer.step_in_backward and device.type != "cpu":
-        raise NotSupportedYet(f"zero_optimization.offload_optimizer.step_in_backward: the model is to compute on {device}; "
-                              f"backward steps on the host alone so far: set it to false")
 
 
 def _data_ranks_origin(mesh: Mesh) -> str:

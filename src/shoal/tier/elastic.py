@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.tier.device_mirror import CopyTransfer
+from shoal.tier.device_mirror import CopiesEnded, CopyTransfer, ResidentCopy, copy_to_device
 from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import Pages, pageable
 from shoal.tier.span import DONE, JoinedTransfers, Names, ResidentSpan, Span, SubSpan, Transfer, no_names, offset_names
 from shoal.tier.store import Disk, Memory, Store
-from shoal.tier.streams import CopyStream, allocate, free, h2d_stream
+from shoal.tier.streams import CopyStream, allocate, free
 
 __all__ = ["Elastic", "elastic"]
 
@@ -158,8 +158,7 @@ class CopiedSpan(ResidentSpan):
         self._last = last
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self._last.finish()
-        return DONE
+        return CopiesEnded(self._last.finish)
 
     def part(self, part: range) -> ResidentSpan:
         return CopiedSpan(self.tensor[part.start:part.stop], self._last)
@@ -178,10 +177,11 @@ class ResizedBuffer:
     def __init__(self, size: int, dtype: torch.dtype, part: range, device: torch.device, shard: Span):
         self.full = torch.zeros(size, dtype=dtype, device=device)
         self._source, self._last = shard, _LastCopy()
-        copied = isinstance(shard, ResidentSpan) and shard.tensor.device != self.full.device
+        self._is_apart = shard.tensor.device != self.full.device
+        copied = isinstance(shard, ResidentSpan) and self._is_apart
         self.shard: Span = CopiedSpan(shard.tensor, self._last) if copied else shard
         self._own = self.full[part.start:part.stop]
-        self._stream = CopyStream() if shard.tensor.device == self.full.device else h2d_stream(device)
+        self._device = device
 
     def grow(self) -> Transfer:
         allocate(self.full)
@@ -200,7 +200,9 @@ class ResizedBuffer:
         self._copy().wait()
 
     def _copy(self) -> CopyTransfer:
-        return self._last.set(CopyTransfer(self._source, self._own, self._stream))
+        if not self._is_apart:
+            return ResidentCopy(self._source.tensor, self._own, CopyStream())
+        return self._last.set(copy_to_device(self._source, self._own, self._device))
 
 
 def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str,
