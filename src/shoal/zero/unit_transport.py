@@ -110,9 +110,9 @@ class WeightTransport:
         self._gather_label = Label(kind="gather", unit=unit, index=index)
         self._publish_label = Label(kind="publish", unit=unit, index=index)
 
-    def gather(self, full: Tensor) -> Handle:
-        """Give every rank the sharded weights: all shards of `full`, in which each rank has its own."""
-        return self._communicator.all_gather(full, self._gather_label)
+    def gather(self, full: Tensor, own: Tensor | None = None) -> Handle:
+        """Give every rank the sharded weights: all shards of `full`, in which each rank has its `own`, unless it is given."""
+        return self._communicator.all_gather(full, self._gather_label, own)
 
     def gather_rows(self, full: Tensor, rows: Tensor) -> bool:
         """Bring `rows` of an embedding to `full`; return False, having done nothing, where the whole is fewer bytes."""
