@@ -185,7 +185,7 @@ class ResizedBuffer:
         self._source, self._last = shard, _LastCopy()
         here = shard.tensor.device == self.full.device
         self.shard: Span = CopiedSpan(shard.tensor, self._last) if isinstance(shard, ResidentSpan) and not here else shard
-        self.own: Tensor | None = shard.tensor if here else None
+        self.own: Tensor | None = shard.tensor if here and len(part) < size else None
         self._part = self.full[part.start:part.stop]
         self._stream = CopyStream() if here else h2d_stream(device)
 
