@@ -152,8 +152,8 @@ class ParameterState:
             if together:
                 gradient.join_replicas()
             elif gradient.has_sum and not gradient.spans_copies:
-                raise UsageError(f"{self.slot.name}: rank {self.unit.communicator.rank} reads or writes its part of a gradient "
-                                 f"that is not yet summed over the copies of the sharded state (mics_shard_size); call "
+                raise UsageError(f"{self.slot.name}: rank {self.unit.communicator.rank} reads or writes its part of a "
+                                 f"gradient that is not yet summed over the copies of the state (mics_shard_size); call "
                                  f"engine.allreduce_gradients() on every rank first")
             return gradient.has_sum
         return kind == MASTER or kind in self.kinds()
