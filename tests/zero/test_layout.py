@@ -106,6 +106,18 @@ def test_a_pool_never_lends_the_same_memory_twice_and_keeps_what_it_needs(sizes:
     assert pool.bytes <= 2 * max(largest, 28, 1)
 
 
+def test_a_small_tensor_leaves_a_large_block_to_others() -> None:
+    pool = Pool(torch.device("cpu"))
+    pool.give_back(pool.borrow(100, torch.float32))
+    small = pool.borrow(50, torch.float32, small=True)
+    large = pool.borrow(100, torch.float32)
+    assert pool.bytes == 600, "a block of twice the size is not small"
+    pool.give_back(large)
+    pool.give_back(small)
+    pool.borrow(26, torch.float32, small=True)
+    assert pool.bytes == 600
+
+
 def test_each_stage_shards_one_thing_more() -> None:
     rows = [(stage.weight, stage.gradient, stage.master) for stage in STAGES]
     assert rows == [(REPLICATE, PARTIAL, REPLICATE), (REPLICATE, PARTIAL, SHARD), (REPLICATE, SHARD, SHARD),

@@ -195,8 +195,8 @@ class DenseTransport(WeightTransport):
         reduce, replicate = (Label(kind=kind, unit=self._reduce_label.unit, index=self._replicas_index)
                              for kind in ("reduce", "replicate"))
         part = own[replicas.rank * (own.numel() // replicas.ranks):][:own.numel() // replicas.ranks]
-        source = self._on_wire(own)
-        staging = self._pool.borrow(replicas.staging_elements(source.numel()), source.dtype)
+        source = self._on_wire(own, small=True)
+        staging = self._pool.borrow(replicas.staging_elements(source.numel()), source.dtype, small=True)
         handle = replicas.reduce_scatter(source, part, staging, reduce, scale=1.0, accumulate=False)
         return InFlight(handle=handle, borrowed=[staging] if source is own else [staging, source],
                         replicate=lambda whole: self._replicate_over(replicas, whole, replicate))
@@ -208,11 +208,11 @@ class DenseTransport(WeightTransport):
             accumulator.give_back(source)
         return wire
 
-    def _on_wire(self, source: Tensor) -> Tensor:
+    def _on_wire(self, source: Tensor, *, small: bool = False) -> Tensor:
         """Return `source` in the wire dtype: itself, or a borrowed copy."""
         if source.dtype == self._dtypes.wire:
             return source
-        return self._pool.borrow(source.numel(), self._dtypes.wire).copy_(source)
+        return self._pool.borrow(source.numel(), self._dtypes.wire, small=small).copy_(source)
 
     def _replicate_over(self, communicator: Communicator, whole: Tensor, label: Label) -> Handle:
         """All-gather `whole`. Where the wire is narrower every shard is rounded to it, this rank's own too."""
