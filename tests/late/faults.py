@@ -68,6 +68,8 @@ FAULTS = (
           removes="self._transfer.wait()", program="sharded"),
     Fault(name="a sum is used before it is replicated", where="zero.gradient:Gradient.wait_reduced",
           removes="self._flight.handle.wait()", program="gradients read"),
+    Fault(name="a step uses a sum that copies of the state still send", where="zero.gradient:Gradient.wait_reduced",
+          removes="self._flight.handle.wait()", program="replicas"),
     Fault(name="a stepped part is kept before others publish theirs", where="zero.trainable_unit:TrainableUnit.publish",
           removes="self._publication().wait()", leaves="self._publication()", program="published and offloaded"),
     Fault(name="compressed gradients are added before they arrive", where="zero.unit_transport:_HandleWithCallback.wait",

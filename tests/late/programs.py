@@ -314,6 +314,7 @@ PROGRAMS: dict[str, Program] = {
     "accumulated off the device": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, gradient_accumulation_steps=2),
     "saved": _training(2, {"stage": 3}, saves=True, checkpoint={"async_save": True}),
     "replicas": _training(4, {"stage": 2, "mics_shard_size": 2}),
+    "replicas stepped on the host": _training(4, {"stage": 2, "mics_shard_size": 2, "offload_optimizer": ON_HOST}),
     "compressed": _training(2, {"stage": 1}, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}}),
     "sharded on disk": _training(2, {"stage": 3}, on_disk=True),
     "staged": Program(ranks=1, run=_staged),

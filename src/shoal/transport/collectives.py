@@ -1,6 +1,7 @@
 """The collectives that move model state: few, counted, byte-optimal, and named in the error when they fail.
 
-A flat buffer has N equal spans, one per rank. The placements need only two collectives, both in place:
+A flat buffer has N equal spans, one per rank. The placements need only two collectives, whose spans lie in the buffer, but
+for a rank's own where it rests elsewhere:
 
     all_gather       rank r holds span r            -> every rank holds every span      (N-1)/N of the buffer sent
     reduce_scatter   every rank holds one addend    -> rank r holds the sum of span r   (N-1)/N of the buffer sent
@@ -161,16 +162,21 @@ class Communicator:
         _units[self.group] = number + 1
         return number
 
-    def all_gather(self, full: Tensor, label: Label) -> Handle:
-        """Fill the 1-D `full`, of which this rank holds its span, with the spans of all ranks."""
+    def all_gather(self, full: Tensor, label: Label, own: Tensor | None = None) -> Handle:
+        """Fill the 1-D `full` with the spans of all ranks: this rank's is `own`, or if that is None in its place already.
+
+        A device reads `own` in the stream of its collectives: it may be written to, or freed, after the wait.
+        """
         self._check(label, full)
         span = full.numel() // self.ranks
         call = traffic.count(label.kind, span * full.element_size() * (self.ranks - 1), op="all_gather", of=full,
                              ranks=self.members, what=label)
         if self.native:
-            own = full[self.rank * span:(self.rank + 1) * span]
+            own = full[self.rank * span:(self.rank + 1) * span] if own is None else own
             return _watched(self._launch(label, partial(native_all_gather, full, own, self.group, async_op=True)), call)
         spans = full.view(self.ranks, span)
+        if own is not None:
+            spans[self.rank].copy_(own)
         work = _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
                          send={peer: spans[self.rank] for peer in self._peers()}, elements=self.gather_elements)
         return _watched(work, call)
