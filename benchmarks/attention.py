@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from shoal.attention import Blocks, attend
 from shoal.device import HOST, synchronize
+from shoal.nn import set_linear_kernels
 
 HEADS, DIM = 8, 64
 HIDDEN = HEADS * DIM
@@ -151,7 +152,9 @@ def models(length: int) -> Iterator[Comparison]:
         layout[0, row, torch.randperm(length // 64, generator=torch.Generator().manual_seed(row))[:3]] = True
     yield Comparison(f"beside BigBird at {length:,}", {
         "Hugging Face's BigBird attention": _module(lambda: bird(hidden, **masks)[0], hidden),
-        "native, its layout": _module(_projected(bird, hidden, Blocks.of(layout, 64)), hidden)}, {"native, its layout": 4.0})
+        "native, its layout": _module(_projected(bird, hidden, Blocks.of(layout, 64)), hidden),
+        "native, its layout, kernels.linear": _module(_projected(_with_linear_kernels(bird), hidden, Blocks.of(layout, 64)),
+                                                      hidden)}, {"native, its layout": 4.0})
     alone, leaf = _without_projections(bird), hidden.clone().requires_grad_()
     yield Comparison(f"beside BigBird at {length:,}, without projections", {
         "Hugging Face's BigBird attention": _module(lambda: alone(leaf, **masks)[0], leaf),
@@ -187,6 +190,13 @@ class _Swapped(nn.Module):
 
     def forward(self, hidden: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         return _projected(self.of, hidden, self.blocks, self.dropout)(), None
+
+
+def _with_linear_kernels(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose linear layers compute as with `"kernels": {"linear": "auto"}`."""
+    twin = deepcopy(module)
+    set_linear_kernels(twin, "auto")
+    return twin
 
 
 def _without_projections(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Hooks of a module: whose they are, and whether a call does more than the forward."""
+"""Hooks of a module: whose they are, whether it takes any, and whether a call does more than the forward."""
 
 # pyright: reportPrivateUsage=false
 # (torch has no public names for the tables of hooks.)
@@ -8,9 +8,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["has_hooks", "is_compiled"]
+__all__ = ["has_hooks", "is_compiled", "is_scripted"]
 
 
 def has_hooks(module: nn.Module, *ignored: str) -> bool:
@@ -27,3 +28,8 @@ def _package_of(hook: Any) -> str:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` compiled the calls of this module."""
     return module._compiled_call_impl is not None
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether the module is TorchScript's, scripted, traced or loaded: it takes no hooks and has no dicts of its members."""
+    return isinstance(module, torch.jit.ScriptModule)

@@ -7,11 +7,13 @@ opened. After the first call, which starts the server, a trivial job of four ran
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -38,6 +40,9 @@ _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.uti
 
 _IF_LOADED = ("pytest", "hypothesis", "transformers")
 """Modules that the fork server imports too, if the calling process has imported them."""
+
+_STACKS_SIGNAL = signal.SIGUSR2
+_STACKS_SECONDS = 1.0  # for a rank to write its stacks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,7 +86,8 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
 
     The function must be importable (module level); arguments and results travel by pickle. `torch.distributed` is
     initialised with one thread a rank, on gloo unless `ranks_on` says otherwise. Raises `RankFailed` with the traceback of
-    the first rank that raised, or after `SHOAL_TEST_TIMEOUT` seconds (120).
+    the first rank that raised, or after `SHOAL_TEST_TIMEOUT` seconds (120), then with the stacks of the ranks that have not
+    finished.
     """
     seconds = float(os.environ.get("SHOAL_TEST_TIMEOUT", "120"))
     context = _context()
@@ -98,7 +104,7 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
             connections.append(ours)
             processes.append(process)
         try:
-            return _collect(connections, seconds)
+            return _collect(connections, processes, folder, seconds)
         finally:
             for connection in connections:
                 connection.close()
@@ -116,14 +122,16 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _collect(connections: list[Connection], seconds: float) -> list[Any]:
+def _collect(connections: list[Connection], processes: list[ForkServerProcess], folder: str, seconds: float) -> list[Any]:
     deadline = time.monotonic() + seconds
     results: dict[int, Any] = {}
     while len(results) < len(connections):
         waiting = {c: rank for rank, c in enumerate(connections) if rank not in results}
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailed(f"ranks {sorted(waiting.values())} did not finish within {seconds:g} s")
+            late = sorted(waiting.values())
+            stacks = (f"rank {rank}:\n{_stacks(processes[rank], Path(folder) / f'stacks-{rank}')}" for rank in late)
+            raise RankFailed(f"ranks {late} did not finish within {seconds:g} s\n" + "\n".join(stacks))
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = waiting[connection]
@@ -135,6 +143,14 @@ def _collect(connections: list[Connection], seconds: float) -> list[Any]:
                 raise RankFailed(f"rank {rank} raised:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(connections))]
+
+
+def _stacks(process: ForkServerProcess, file: Path) -> str:
+    """Return the stacks of all threads of a rank, as its fault handler writes them, also within a call that hangs."""
+    if process.is_alive() and process.pid is not None:
+        os.kill(process.pid, _STACKS_SIGNAL)
+        time.sleep(_STACKS_SECONDS)
+    return file.read_text(errors="replace") if file.is_file() else ""
 
 
 class _ResultPickler(pickle.Pickler):
@@ -155,6 +171,8 @@ def _packed(value: object) -> bytes:
 def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     sys.path[:] = job.path
     os.chdir(job.folder)
+    stacks = Path(job.store).with_name(f"stacks-{job.rank}").open("w")  # open until exit: the fault handler writes to it
+    faulthandler.register(_STACKS_SIGNAL, stacks)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.ranks),
                       LOCAL_WORLD_SIZE=str(job.ranks))

@@ -29,11 +29,12 @@ from shoal.activation.budget import (
     peak,
 )
 from shoal.errors import ConfigError
+from shoal.pipeline.channel import Sender
 from shoal.pipeline.layer import LayerSpec
 from shoal.pipeline.module import PipelineModule
 from shoal.tensor_parallel import Column, Plan, Row, parallelize
 from shoal.testing import run_ranks
-from shoal.tree import tensors_within
+from shoal.tree import tensors_within, tree_map
 
 from .test_activations import BLOCKS, ROWS, WIDTH, Block
 
@@ -134,6 +135,7 @@ def test_blocks_recompute_as_little_as_the_budget_allows(ranks: int) -> None:
 def _piped(schedule: str, per_rank: int, budget: str | None) -> tuple[list[float], list[str], int, int]:
     """Train a pipeline; return the losses, the modes of this rank's blocks, and the peak as expected and as measured."""
     held = _LiveBytes()
+    _send_copies()
     model = PipelineModule([LayerSpec(Block) for _ in range(4 * BLOCKS)], num_stages=2, loss_fn=nn.functional.mse_loss,
                            schedule=schedule, stages_per_rank=per_rank, partition_method="uniform", seed_layers=True,
                            base_seed=0)
@@ -151,6 +153,16 @@ def _piped(schedule: str, per_rank: int, budget: str | None) -> tuple[list[float
     chosen = None if engine.activations is None else engine.activations.budget
     engine.destroy()
     return (losses, [], 0, 0) if chosen is None else (losses, _modes(chosen), chosen.expected, held.most)
+
+
+def _send_copies() -> None:
+    """Have this process send copies: a thread frees what was sent, and may do so long after the backward of its pass."""
+    send = Sender.send
+
+    def send_copy(sender: Sender, value: object) -> None:
+        send(sender, tree_map(torch.clone, value))
+
+    Sender.send = send_copy
 
 
 class _LiveBytes:

@@ -217,15 +217,16 @@ def test_the_seed_comes_from_the_generator_of_the_host() -> None:
 def test_bits_do_not_depend_on_threads() -> None:
     blocks = random_blocks(4, 6, 16)
     tensors = operands(blocks, 4, 2, 32)
+    bias = torch.randn(4, blocks.length, blocks.kv_length, generator=torch.Generator().manual_seed(6))
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 3):
+        for threads in (1, 3, 9):  # 9: more than (batch, key head) pairs, so that backward makes two passes
             torch.set_num_threads(threads)
-            results.append(passes("native", tensors, blocks, dropout=0.1, seed=1))
+            results.append(passes("native", tensors, blocks, bias=bias, dropout=0.1, seed=1))
     finally:
         torch.set_num_threads(before)
-    for one, many in zip(*results, strict=True):
-        assert torch.equal(one, many)
+    for one, *others in zip(*results, strict=True):
+        assert all(torch.equal(one, other) for other in others)
 
 
 def test_results_in_huge_pages_have_the_bits_of_smaller_ones() -> None:

@@ -1,4 +1,4 @@
-"""fp16 engines under the published name follow the published loss scale, step by step, as recorded there."""
+"""Engines under the published name follow the published loss scale, and skip the published steps, as recorded there."""
 
 from __future__ import annotations
 
@@ -80,3 +80,26 @@ def every_recorded() -> list[list[float]]:
 def test_engines_scale_the_loss_by_the_published_counts() -> None:
     found, = run_ranks(1, every_recorded)
     assert found == [expected for *_, expected in RECORDED]
+
+
+def skipped_in_fp32(stage: int, clipping: float) -> list[tuple[int, bool]]:
+    """Train on numbers of which the second is infinite and the fourth none; return what was skipped, and what is left."""
+    engine, *_ = deepspeed.initialize(model=Sum(), config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": clipping, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}})
+    found: list[tuple[int, bool]] = []
+    for value in (1.0, float("inf"), 1.0, float("nan"), 1.0):
+        engine.backward(engine(torch.full((4,), value)))
+        engine.step()
+        weights = engine.module_state_dict()["weight"]
+        found.append((engine.skipped_steps, bool(torch.isfinite(weights).all())))
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_fp32_steps_are_skipped_as_recorded(stage: int) -> None:
+    plain = [(0, True), *[(0, False)] * 4]
+    sharded = [(0, True), (1, True), (1, True), (2, True), (2, True)]
+    for ranks in (1, 2):
+        for clipping in (0.0, 1.0):
+            assert run_ranks(ranks, skipped_in_fp32, stage, clipping) == [sharded if stage else plain] * ranks

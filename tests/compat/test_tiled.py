@@ -152,3 +152,35 @@ X = torch.ones(2, LENGTH, WIDTH)
 def test_a_wrong_tiled_call_is_a_value_error(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+class Normed(nn.Module):
+    """A layer with running statistics, computed whole tile by tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).flatten(0, -2)).view_as(x)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("call", [
+    lambda module, x: TiledMLP.apply(Normed.forward, module, x, SHARDS).square().mean(),
+    lambda module, x: TiledFusedLogitsLoss.apply(Normed.loss, module, x, torch.zeros_like(x), None, SHARDS),
+    lambda module, x: sequence_tiled_compute(Normed.loss, LENGTH, SHARDS, {"x": x, "y": x * 0}, {"self": module}, "x"),
+    lambda module, x: sequence_tiled_compute(module.loss, LENGTH, SHARDS, {"x": x, "y": x * 0}, {}, "x"),
+], ids=["mlp", "loss", "keywords", "method"])  # fmt: skip
+def test_running_statistics_of_tiles_count_once(call: Callable[[Normed, Tensor], Tensor]) -> None:
+    module, plain = Normed(), Normed()
+    x = torch.randn(1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    call(module, x).backward()
+    torch.stack([plain(tile).square().mean() for tile in x.chunk(SHARDS, 1)]).mean().backward()
+    for name, buffer in module.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name))
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)

@@ -19,8 +19,10 @@ from tests.late.build import NoCompiler, build
 
 SUITES = (
     "tests/zero/test_parity.py", "tests/zero/test_cost.py", "tests/zero/test_tiers.py", "tests/zero/test_saved_tensors.py",
+    "tests/zero/test_replica_sums.py",
     "tests/tier", "tests/pipeline/test_training.py", "tests/pipeline/test_engine.py", "tests/engine/test_loop.py",
-    "tests/engine/test_tiers.py", "tests/engine/test_moments.py", "tests/checkpoint/test_checkpoint_ranks.py",
+    "tests/engine/test_tiers.py", "tests/engine/test_moments.py", "tests/zero/test_step_in_backward.py",
+    "tests/engine/test_step_in_backward.py", "tests/checkpoint/test_checkpoint_ranks.py",
     "tests/checkpoint/test_checkpoint_random.py",
 )
 

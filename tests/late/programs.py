@@ -26,7 +26,7 @@ from shoal.errors import RanksDisagree
 from shoal.tensor_parallel import Plan, parallelize
 from shoal.tier import Memory, elastic
 from shoal.tier.device_mirror import mirrored
-from shoal.tier.streams import PinnedRing, free
+from shoal.tier.streams import PinnedRing, UploadRing, free, h2d_stream
 from shoal.transport.collectives import Communicator, Label
 from shoal.transport.failure_board import FailureBoard
 from tests.late.device import seed
@@ -58,6 +58,8 @@ class _Training:
     more: dict[str, Any]
     on_disk: bool = False
     saves: bool = False
+    reads: bool = False
+    """Whether the script reads the weights between backward and the step."""
 
     def __call__(self) -> list[Tensor]:
         with tempfile.TemporaryDirectory() as folder:
@@ -81,6 +83,7 @@ class _Training:
                 engine.save_checkpoint(shared)
             loss = engine(_batch(step, dtype).to(engine.device)).float().square().mean()
             engine.backward(loss)
+            losses += [parameter.detach().sum() for parameter in engine.module.parameters() if self.reads]
             engine.step()
             losses.append(loss.detach())
         if self.saves:
@@ -203,6 +206,20 @@ def _through_a_ring() -> list[Tensor]:
     return targets
 
 
+def _up_through_a_ring() -> list[Tensor]:
+    """Host memory that is overwritten at once goes up through a ring, whose slots are fewer than it needs."""
+    device = current_device()
+    ring, source = UploadRing(device, slots=2, size=4096), torch.zeros(2500)
+    targets = [torch.zeros(2500, device=device) for _ in range(3)]
+    after = h2d_stream(device).record_compute()
+    for value, target in enumerate(targets):
+        source.fill_(value + 1)
+        event = ring.send(source, target, after)
+    source.fill_(-1)
+    event.synchronize()
+    return [target.cpu() for target in targets]
+
+
 def _issued_in_other_orders() -> list[Tensor]:
     """Ranks give the device two collectives of one size in different orders: 1 where the step says so."""
     group = dist.new_group(backend=BACKEND)
@@ -275,12 +292,14 @@ class Program:
     """Whether it also runs where the device is the host."""
 
 
-def _training(ranks: int, zero: dict[str, Any], *, on_disk: bool = False, saves: bool = False, **more: Any) -> Program:
+def _training(ranks: int, zero: dict[str, Any], *, on_disk: bool = False, saves: bool = False, reads: bool = False,
+              **more: Any) -> Program:
     zero = {"stage3_param_persistence_threshold": 0, **zero} if zero["stage"] == 3 else zero
-    return Program(ranks=ranks, run=_Training(zero=zero, more=more, on_disk=on_disk, saves=saves))
+    return Program(ranks=ranks, run=_Training(zero=zero, more=more, on_disk=on_disk, saves=saves, reads=reads))
 
 
-_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+_BF16: dict[str, Any] = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+_IN_BACKWARD: dict[str, Any] = {**ON_HOST, "step_in_backward": True}
 
 PROGRAMS: dict[str, Program] = {
     "sharded": _training(2, {"stage": 3}),
@@ -289,14 +308,19 @@ PROGRAMS: dict[str, Program] = {
     "published and offloaded": _training(2, {"stage": 1, "offload_param": ON_HOST}),
     "on disk": _training(1, {"stage": 3}, on_disk=True),
     "stepped on the host": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, **_BF16),
+    "read before a step on the host": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, reads=True,
+                                               gradient_clipping=0.0, **_BF16),
+    "stepped in backward": _training(2, {"stage": 2, "offload_optimizer": _IN_BACKWARD}, gradient_clipping=0.0, **_BF16),
     "accumulated off the device": _training(2, {"stage": 2, "offload_optimizer": ON_HOST}, gradient_accumulation_steps=2),
     "saved": _training(2, {"stage": 3}, saves=True, checkpoint={"async_save": True}),
     "replicas": _training(4, {"stage": 2, "mics_shard_size": 2}),
+    "replicas stepped on the host": _training(4, {"stage": 2, "mics_shard_size": 2, "offload_optimizer": ON_HOST}),
     "compressed": _training(2, {"stage": 1}, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}}),
     "sharded on disk": _training(2, {"stage": 3}, on_disk=True),
     "staged": Program(ranks=1, run=_staged),
     "staged and released": Program(ranks=1, run=_staged_and_released),
     "through a ring": Program(ranks=1, run=_through_a_ring),
+    "up through a ring": Program(ranks=1, run=_up_through_a_ring),
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
     "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
     "gradients read": Program(ranks=2, run=_gradients_read),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import shoal
 from shoal.testing import ranks_on, run_ranks
-from shoal.tier import Memory, elastic
+from shoal.tier import Disk, Memory, Swap, elastic
 from shoal.tier.streams import PinnedRing
 from shoal.zero.grad_accumulator import Pool
-from tests.late.device import load
+from tests.late.device import load, queued
 from tests.late.ranks import prepare
 
 WIDTH = 256
@@ -191,3 +193,24 @@ def _through_a_ring() -> bool:
 def test_any_host_memory_gets_what_goes_through_a_pinned_ring() -> None:
     with ranks_on(prepare):
         assert run_ranks(1, _through_a_ring) == [True]
+
+
+def _from_a_disk(folder: str) -> tuple[int, bool]:
+    """Return the tasks that a device has yet to run when the host has waited for weights from a disk, and their values."""
+    device, expected = load(), torch.arange(5000, dtype=torch.float32)
+    buffer = elastic(5000, torch.float32, range(5000), device, Disk(swap=Swap(folder), granule=1024), "weights")
+    buffer.shard.fetch(fresh=True).wait()
+    buffer.shard.tensor.copy_(expected)
+    buffer.shard.commit().wait()
+    buffer.shrink()
+    torch.accelerator.synchronize()
+    busy = torch.ones(4, device=device) * 2
+    buffer.grow().wait()
+    behind = queued()
+    return behind, torch.equal(buffer.full.cpu(), expected) and busy.sum().item() == 8
+
+
+def test_the_host_waits_for_a_disk_and_not_for_the_copy(tmp_path: Path) -> None:
+    with ranks_on(prepare):
+        [(behind, right)] = run_ranks(1, _from_a_disk, str(tmp_path))
+    assert behind >= 2 + 5 and right, "what was computed, and the copy of each chunk"

@@ -236,6 +236,25 @@ def test_injected_models_compute_as_before(kind: str) -> None:
     assert torch.equal(mine(input_ids=ids).last_hidden_state, plain(input_ids=ids).last_hidden_state)
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_injected_models_refuse_a_gradient_penalty_until_restored(kind: str) -> None:
+    plain = hugging_face(kind, attn_implementation="eager").train()
+    mine = copy.deepcopy(plain)
+    inject_transformer_layers(mine, normalize_invertible=False)
+    ids, gradients = torch.randint(50, (1, 8)), list[list[Tensor]]()
+    for model in (mine, plain, mine):
+        weights = [*model.get_input_embeddings().parameters()]
+        loss = model(input_ids=ids).last_hidden_state.pow(3).mean()
+        if not gradients and model is mine:
+            with pytest.raises(NotServed, match=r"has no second derivative, .* call restore_transformer_layers\(model\)"):
+                torch.autograd.grad(loss, weights, create_graph=True)
+            restore_transformer_layers(mine)
+            continue
+        penalty = torch.stack([each.square().sum() for each in torch.autograd.grad(loss, weights, create_graph=True)]).sum()
+        gradients.append([*torch.autograd.grad(penalty, weights)])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize("change", ["eval mode", "other class", "one alone"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_dropouts_that_a_script_changed_are_those_of_the_model(kind: str, change: str) -> None:

@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import shoal
 from shoal.errors import UsageError
+from shoal.pipeline.layer import LayerSpec, TiedLayerSpec
+from shoal.pipeline.module import PipelineModule
 from shoal.testing import run_ranks
 from tests.devices import TIERS_AGREE
 
@@ -106,3 +110,54 @@ def test_offloaded_state_gives_identical_training(tmp_path_factory: pytest.TempP
     for other in others:
         torch.testing.assert_close(other.losses, first.losses, **TIERS_AGREE)
         torch.testing.assert_close(other.weights, first.weights, **TIERS_AGREE)
+
+
+class Noted(nn.Module):
+    """A layer with dropout and running statistics, whose forward reads a buffer and then writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(torch.relu(self.norm(self.linear(x))))
+        x = x + y * (1 + self.get_buffer("mean").clone())
+        self.get_buffer("mean").lerp_(y.detach().mean(0), 0.1)
+        return x
+
+
+class Product(nn.Module):
+    """A product by a weight, which the last layer ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def noted(schedule: str, stage: int, section: dict[str, str]) -> tuple[list[float], dict[str, list[float]], float]:
+    model = PipelineModule(
+        [TiedLayerSpec("weight", Product), *[LayerSpec(Noted) for _ in range(4)],
+         TiedLayerSpec("weight", Product, forward_fn=lambda module, x: x @ module.weight.T)],
+        num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform", seed_layers=True, base_seed=1,
+        schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule])
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "activation_checkpointing": section, "timeout": 20})[0]
+    torch.manual_seed(engine.global_rank)
+    steps = torch.randn(2, 4, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    losses = [engine.train_batch((x, y) for x, y in microbatches).item() for microbatches in steps]
+    with shoal.gathered(model):
+        weights = sum(parameter.detach().double().abs().sum().item() for parameter in model.parameters())
+    return losses, {name: buffer.flatten().tolist() for name, buffer in model.named_buffers()}, weights
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_recompute_keeps_dropout_statistics_buffers_and_ties(schedule: str, stage: int) -> None:
+    plain = run_ranks(2, noted, schedule, stage, {})
+    for section in ({"recompute": "full"}, {"recompute": "selective"}):
+        assert run_ranks(2, noted, schedule, stage, section) == plain

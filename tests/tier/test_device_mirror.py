@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
-from shoal.tier.device_mirror import CopyTransfer, DeviceMirror
+from shoal.errors import TierError
+from shoal.tier.device_mirror import DeviceMirror, ResidentCopy, copy_to_device
+from shoal.tier.disk_span import DiskSpan
 from shoal.tier.elastic import ResizedBuffer
-from shoal.tier.span import ResidentSpan, Transfer
-from shoal.tier.streams import CopyEvent, CopyStream
+from shoal.tier.span import ResidentSpan
+from shoal.tier.streams import CopyEvent, CopyStream, UploadRing
+from shoal.tier.swap import Swap
 
 HOST = torch.device("cpu")
 
@@ -28,6 +33,10 @@ class RecordingStream(CopyStream):
 
     def following(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def record_compute(self) -> CopyEvent:
+        self.calls.append("compute")
+        return RecordingEvent(self)
 
     def record_event(self) -> CopyEvent:
         return RecordingEvent(self)
@@ -47,8 +56,9 @@ class RecordingEvent:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> RecordingStream:
     recording = RecordingStream()
-    for name in ("shoal.tier.device_mirror", "shoal.tier.elastic"):
+    for name in ("shoal.tier.device_mirror", "shoal.tier.streams"):
         monkeypatch.setattr(import_module(name), "h2d_stream", lambda _: recording)
+    monkeypatch.setattr(import_module("shoal.tier.device_mirror"), "upload_ring", UploadRing)
     return recording
 
 
@@ -83,43 +93,51 @@ def test_a_shard_on_the_host_is_copied_in_its_stream(stream: RecordingStream) ->
 
 
 def test_every_wait_makes_the_current_stream_wait(stream: RecordingStream) -> None:
-    arriving = CopyTransfer(ResidentSpan(torch.ones(4)), torch.empty(4), stream)
+    arriving = ResidentCopy(torch.ones(4), torch.empty(4), stream)
     arriving.wait()
     assert arriving.done
     arriving.wait()
     assert stream.calls == ["follow", "stream_wait", "stream_wait"]
 
 
-class ReadSpan(ResidentSpan):
-    """A span that is read from elsewhere, and records the end of the read in the calls of `stream`."""
-
-    def __init__(self, tensor: torch.Tensor, stream: RecordingStream):
-        super().__init__(tensor)
-        self._stream = stream
-
-    def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        return Read(self._stream)
-
-
-class Read:
-    done = False
-
-    def __init__(self, stream: RecordingStream):
-        self._stream = stream
-
-    def wait(self) -> None:
-        self._stream.calls.append("read")
-
-    def following(self) -> AbstractContextManager[object]:
-        self.wait()
-        return nullcontext()
-
-
-def test_a_copy_does_not_follow_what_is_computed_while_its_source_is_read(stream: RecordingStream) -> None:
-    arriving = CopyTransfer(ReadSpan(torch.ones(4), stream), torch.empty(4), stream)
-    assert stream.calls == ["follow"]
+@pytest.mark.parametrize("elements", [0, 3, 5000])
+def test_chunks_of_a_disk_go_up_as_they_arrive(elements: int, stream: RecordingStream, tmp_path: Path) -> None:
+    """Each follows what was computed before the fetch; the wait is for all of them, of which some are in memory still."""
+    span = DiskSpan(Swap(tmp_path), elements, torch.float32, "weights", chunk=1024)
+    span.fetch(fresh=True).wait()
+    span.tensor.copy_(values := torch.arange(elements, dtype=torch.float32))
+    span.commit().wait()
+    span.fetch(0, elements // 2).wait()
+    target = torch.zeros(elements)
+    arriving = copy_to_device(span, target, HOST)
     arriving.wait()
-    assert stream.calls == ["follow", "read", "stream_wait"]
+    assert torch.equal(target, values)
+    chunks = -(-elements // 1024)
+    assert sorted(stream.calls) == ["compute", *["stream_wait"] * 2 * chunks]
+    span.commit(0, elements // 2, changed=False)
+    span.discard()  # which raises if anything is still fetched
+
+
+def test_a_chunk_that_a_disk_has_lost_fails_its_copy(stream: RecordingStream, tmp_path: Path) -> None:
+    swap = Swap(tmp_path)
+    span = DiskSpan(swap, 5000, torch.float32, "weights", chunk=1024)
+    span.fetch(fresh=True).wait()
+    span.commit().wait()
+    os.truncate(swap.path, 8192)
+    arriving = copy_to_device(span, torch.zeros(5000), HOST)
+    for wait in (arriving.wait, arriving.following, arriving.finish):
+        with pytest.raises(TierError, match="weights could not be read"):
+            wait()
+    span.discard()
+
+
+def test_a_device_that_refuses_a_copy_is_heard_by_who_waits(stream: RecordingStream, tmp_path: Path) -> None:
+    span = DiskSpan(Swap(tmp_path), 16, torch.float32, "weights")
+    span.fetch(fresh=True).wait()
+    span.commit().wait()
+    arriving = copy_to_device(span, torch.zeros(8), HOST)
+    with pytest.raises(RuntimeError, match="size"):
+        arriving.wait()
 
 
 def test_allocated_memory_is_reused(stream: RecordingStream) -> None:

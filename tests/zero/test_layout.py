@@ -76,6 +76,7 @@ def test_an_elastic_buffer_keeps_its_span_and_gives_the_rest_back(size: int, dty
     before = resident()
     for value in (1, 2):
         buffer.grow().wait()
+        buffer.load_shard()
         buffer.full[: span.start] = 7
         buffer.full[span.stop:] = 7
         buffer.full[span.start:span.stop] = value
@@ -87,6 +88,7 @@ def test_an_elastic_buffer_keeps_its_span_and_gives_the_rest_back(size: int, dty
         assert buffer.shard.tensor.min() == buffer.shard.tensor.max() == value
         assert view.shape == (2, size // 2)
     buffer.grow()
+    buffer.load_shard()
     assert (buffer.full[span.start:span.stop] == 2).all()
 
 
@@ -102,6 +104,18 @@ def test_a_pool_never_lends_the_same_memory_twice_and_keeps_what_it_needs(sizes:
             pool.give_back(tensor)
     largest = max([elements * dtype.itemsize for elements, dtype in sizes], default=0)
     assert pool.bytes <= 2 * max(largest, 28, 1)
+
+
+def test_a_small_tensor_leaves_a_large_block_to_others() -> None:
+    pool = Pool(torch.device("cpu"))
+    pool.give_back(pool.borrow(100, torch.float32))
+    small = pool.borrow(50, torch.float32, small=True)
+    large = pool.borrow(100, torch.float32)
+    assert pool.bytes == 600, "a block of twice the size is not small"
+    pool.give_back(large)
+    pool.give_back(small)
+    pool.borrow(26, torch.float32, small=True)
+    assert pool.bytes == 600
 
 
 def test_each_stage_shards_one_thing_more() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import run_ranks
+from shoal.zero import saved_tensors
 
 WIDTH = 64
 CASES = ("0", "1", "2", "3", "0 disk", "2 disk", "3 disk", "3 disk bf16")
@@ -220,3 +222,21 @@ def seen() -> dict[str, tuple[Tensor, Tensor]]:
 def test_backward_finds_every_view_of_a_weight_as_forward_had_it() -> None:
     for found in run_ranks(2, seen):
         assert [view for view, (ours, plain) in found.items() if not torch.equal(ours, plain)] == []
+
+
+def _saved_where_weights_were(folder: str) -> None:
+    """A tensor lies where the buffer of a unit was that is gone."""
+    engine, x = engine_of(folder, "3"), entry(engine_of(folder, "3"), 1)
+    engine.backward(engine(x))
+    assert x.grad is not None
+    expected, x.grad = x.grad, None
+    storage = x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  no public name
+    saved_tensors._units[storage] = ref(nn.Identity())  # pyright: ignore[reportPrivateUsage, reportArgumentType]  is gone
+    engine.backward(engine(x))
+    assert torch.equal(x.grad, expected)
+    engine_of(folder, "3")
+    assert storage not in saved_tensors._units  # pyright: ignore[reportPrivateUsage]
+
+
+def test_memory_where_weights_once_were_is_no_weight(tmp_path: Path) -> None:
+    run_ranks(1, _saved_where_weights_were, str(tmp_path))

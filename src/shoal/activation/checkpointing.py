@@ -43,8 +43,8 @@ from shoal.tier.contiguous import ContiguousMemory
 from shoal.transport.collectives import Communicator
 
 __all__ = ["CheckpointingOptions", "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured", "may_rest",
-           "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed", "non_reentrant_checkpoint", "options",
-           "partition_activations_in_checkpoint", "reset", "set_num_layers", "take", "tensor_group"]
+           "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed", "module_of", "non_reentrant_checkpoint",
+           "options", "partition_activations_in_checkpoint", "reset", "set_num_layers", "take", "tensor_group"]
 
 _TIMEOUT = 600.0
 """Seconds that a rank waits for the slices of others."""
@@ -193,7 +193,7 @@ class _Call:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of the call and of its recomputes, which draw the same numbers and update no buffer."""
-        module = _module_of(self._function)
+        module = module_of(self._function)
         return replayed(self.name, [] if module is None else [module])
 
 
@@ -323,7 +323,7 @@ def may_rest(value: Any) -> bool:
         and not isinstance(value, nn.Parameter)
 
 
-def _module_of(function: Any) -> nn.Module | None:
+def module_of(function: Any) -> nn.Module | None:
     """Return the module that `function` is, or of which it is a method, also with arguments bound to it."""
     function = function.func if isinstance(function, partial) else function
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)

@@ -173,8 +173,7 @@ class Slices:
         if self._last is not None:
             self._last.wait()
         full = own.new_empty(own.numel() * self._communicator.ranks)
-        full[self._communicator.rank * own.numel():(self._communicator.rank + 1) * own.numel()] = own
-        self._last = SliceGather(full, self._communicator.all_gather(full, self._label))
+        self._last = SliceGather(full, self._communicator.all_gather(full, self._label, own))
         return self._last
 
 

@@ -123,7 +123,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backend's backward, and sum the scores' gradient to the shape of the bias."""
-        check_first_derivative("block-sparse attention", "take backend='reference', which has all scores in memory")
+        check_first_derivative("block-sparse attention", "take backend='reference', which has all scores in memory; where "
+                               "layers were injected, call restore_transformer_layers(model)")
         query, key, value, output, sums, *terms = ctx.saved_tensors
         call = replace(ctx.call, terms=tuple(Term(tensor=tensor, multiplies=multiplies)
                                                    for tensor, multiplies in zip(terms, ctx.multiplies, strict=True)))

@@ -51,7 +51,7 @@ def assemble(make: Callable[..., Any], *, args: Any, model: Any, config: Any, co
     mark_configured(model, given)
     classes = EngineClasses(plain=make, pipeline=make,
                             optimizer=partial(optimizer_kind, pipeline=isinstance(model, PipelineModule)),
-                            schedules=SCHEDULES, loss_scale=_loss_scale)
+                            schedules=SCHEDULES, loss_scale=_loss_scale, checks_fp32=_checks_fp32)
     build(classes, args=None, model=model, config=named, config_params=None, distributed_port=distributed_port,
           mesh_param=mesh_param, **objects)
     return given
@@ -64,6 +64,15 @@ def _loss_scale(settings: Config) -> LossScale:
         return loss_scale_of(settings)
     return DynamicScale(initial_scale_power=fp16.initial_scale_power, loss_scale_window=fp16.loss_scale_window, hysteresis=1,
                         min_loss_scale=fp16.min_loss_scale, stays_at_minimum=True)
+
+
+def _checks_fp32(settings: Config) -> bool:
+    """Return whether a step in fp32 is skipped where gradients are not finite: as published, at stages 1 to 3.
+
+    Not where backward steps, which cannot know, nor where the guard judges the step.
+    """
+    zero = settings.zero_optimization
+    return zero.stage > 0 and not zero.offload_optimizer.step_in_backward and not settings.resilience.guard.enabled
 
 
 def _with_model_dtype(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:

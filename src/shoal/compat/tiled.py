@@ -3,7 +3,8 @@
 `apply` takes what the published autograd functions take, and computes by `shoal.nn.tiled_module`. `compute_params` names the
 parameters of the function for DeepSpeed, which reduces gradients by hand there. Here autograd sums the gradients of all
 tiles before one is reduced, so the argument is not needed: all gradients are those of the whole, frozen parameters and
-inputs without a gradient included, and a loss may be scaled after `apply`.
+inputs without a gradient included, and a loss may be scaled after `apply`. Running statistics of modules that the function
+gets, or belongs to, count once.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.activation.checkpointing import module_of
 from shoal.compat.raising import as_published
 from shoal.errors import UsageError
 from shoal.nn.tiled_module import over_tiles
@@ -38,7 +40,7 @@ class TiledMLP:
             return fn(self, tile.contiguous())  # functions call `view`
 
         length = x.shape[-2]
-        output = torch.cat(over_tiles(call, [x], rows=_rows(length, shards), dim=-2), -2)
+        output = torch.cat(over_tiles(call, [x], rows=_rows(length, shards), dim=-2, modules=_modules(fn, self)), -2)
         if output.shape[-2] != length:
             raise UsageError(f"TiledMLP: the function made {output.shape[-2]} positions of {length}; only one that maps "
                              f"each position by itself can run in tiles")
@@ -63,7 +65,8 @@ class TiledFusedLogitsLoss:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise UsageError(f"TiledFusedLogitsLoss: got {shapes}; all begin with (batch, sequence)")
         flat = [tensor.flatten(0, 1) for tensor in tensors]
-        return _reduced(over_tiles(partial(fn, self), flat, rows=_rows(len(flat[0]), shards), dim=0), output_reduction)
+        return _reduced(over_tiles(partial(fn, self), flat, rows=_rows(len(flat[0]), shards), dim=0,
+                                   modules=_modules(fn, self)), output_reduction)
 
 
 class SequenceTiledCompute:
@@ -106,8 +109,13 @@ def sequence_tiled_compute(fn: Callable[..., Any], seqlen: int, shards: int, kwa
         contiguous = (each.contiguous() for each in tile)
         return fn(**dict(zip(keys, contiguous, strict=True)), **kwargs_to_pass)
 
-    outputs = over_tiles(call, tensors, rows=_rows(seqlen, shards), dim=1)
+    outputs = over_tiles(call, tensors, rows=_rows(seqlen, shards), dim=1, modules=_modules(fn, *kwargs_to_pass.values()))
     return torch.cat(outputs, output_unshard_dimension) if output_reduction is None else _reduced(outputs, output_reduction)
+
+
+def _modules(function: Callable[..., Any], *values: Any) -> list[nn.Module]:
+    """Return the modules among `values`, and the one that `function` is or belongs to: recompute writes to no buffer."""
+    return [*dict.fromkeys(each for each in (module_of(function), *values) if isinstance(each, nn.Module))]
 
 
 def _rows(length: int, shards: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from shoal.errors import ConfigError
 from shoal.log import warn_once
 from shoal.mesh.mesh import AXES
 from shoal.mesh.parameter_groups import AXES_OF_ONE_PASS, REPLICA_AXES
+from shoal.module_hooks import is_scripted
 from shoal.tier import Disk
 from shoal.tier.store import open_store
 from shoal.transport.collectives import Communicator
@@ -31,7 +33,9 @@ def recompute_as_configured(settings: Config, engine: BaseEngine) -> None:
     if recompute is RecomputeMode.NONE and section.budget is None:
         return
     key, got = ("budget", section.budget) if section.budget is not None else ("recompute", f"'{recompute.value}'")
-    engine.recompute(_blocks_with_layers(engine), recompute)
+    found = _blocks_with_layers(engine)
+    _refuse_scripted(f"{key}: got {got}", found)
+    engine.recompute(found, recompute)
     if not any(engine.parameter_groups.world.gather_objects(len(engine.recomputed))):
         raise ConfigError(f"activation_checkpointing.{key}: got {got}; the {type(engine.module).__name__} "
                           f"has no repeated blocks (modules of one class in a ModuleList or Sequential, with layers or "
@@ -58,6 +62,16 @@ def _blocks_with_layers(engine: BaseEngine) -> list[nn.Module]:
 def _has_layers(module: nn.Module) -> bool:
     """Whether a module computes more than one layer does: it has children, or the matrices of several layers."""
     return any(True for _ in module.children()) or sum(parameter.ndim > 1 for parameter in module.parameters()) > 1
+
+
+def _refuse_scripted(given: str, found: Iterable[nn.Module]) -> None:
+    """Raise `ConfigError` for a block with TorchScript in it, which saves other tensors once it has compiled itself."""
+    for module in found:
+        for name, inner in module.named_modules():
+            if is_scripted(inner):
+                raise ConfigError(f"activation_checkpointing.{given}; '{name}' in a {type(module).__name__} is a "
+                                  f"TorchScript module, and torch's checkpoint cannot end a recompute within its "
+                                  f"interpreter. Take the torch module that was scripted or traced, or remove the key")
 
 
 def _class(module: nn.Module) -> str:

@@ -42,9 +42,10 @@ from shoal.engine.optimizer_traits import (
 from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.schema import Config
 from shoal.engine.storage_plan import plan_storage
-from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
+from shoal.errors import CollectiveFailed, ConfigError, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
+from shoal.module_hooks import is_scripted
 from shoal.nn.linear import linear_kernels_in
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.handed_over import hand_over
@@ -130,6 +131,8 @@ class EngineClasses:
     """Schedules that replace those registered under the same names."""
     loss_scale: Callable[[Config], LossScale] = lambda settings: loss_scale_of(settings)
     """The loss scale, by the configuration."""
+    checks_fp32: Callable[[Config], bool] = lambda settings: False
+    """Whether a step in fp32, too, is skipped where gradients are not finite, by the configuration."""
 
 
 def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimizer: OptimizerSource | None,
@@ -160,7 +163,6 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
                 gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
             device = process_group.device()
             traits = traits_of(settings, optimizer)
-            _check_device(settings, device)
             if traits.compressing:
                 check_compression(settings, mesh, model, traits.name)
             make_engine = classes.pipeline if isinstance(model, PipelineModule) else classes.plain
@@ -206,7 +208,17 @@ def _check_model(model: object) -> nn.Module:
         raise UsageError("initialize: model is an engine; pass the module that it trains, engine.module")
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize: model is a {type(model).__name__}; pass an instance of torch.nn.Module")
+    if is_scripted(model):
+        raise UsageError(f"initialize: model is a {type(model).__name__}, which takes no hooks; pass the torch module that "
+                         f"was scripted or traced, or one whose forward calls it")
     _check_has_values(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise UsageError(f"initialize: parameter '{name}' was made within torch.inference_mode(), which no step may "
+                             f"write to; build the model outside of it, or give it a clone, nn.Parameter(value.clone())")
+        if not isinstance(parameter, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]  of torch.jit.load
+            raise UsageError(f"initialize: parameter '{name}' is a {type(parameter).__name__}, as those of a module that "
+                             f"torch.jit.load returns, which an engine cannot train; script the module anew in this process")
     return model
 
 
@@ -260,13 +272,6 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
         raise ConfigError(f"initialize: got {'no configuration' if not given else ' and '.join(given)}; give one: "
                           f"config=PATH_OR_DICT, or --shoal-config on the command line through args")
     return next(iter(given.values()))
-
-
-def _check_device(settings: Config, device: torch.device) -> None:
-    """Raise for settings that the device of the model does not support."""
-    if settings.zero_optimization.offload_optimizer.step_in_backward and device.type != "cpu":
-        raise NotSupportedYet(f"zero_optimization.offload_optimizer.step_in_backward: the model is to compute on {device}; "
-                              f"backward steps on the host alone so far: set it to false")
 
 
 def _data_ranks_origin(mesh: Mesh) -> str:
@@ -334,7 +339,7 @@ def _shard(engine: BaseEngine, optimizer: OptimizerSource | None, parameters: Pa
         raise UsageError(f"initialize: the optimizer function returned {len(inner.param_groups)} groups for "
                          f"{len(groups.options)}; return an optimizer over the groups that it was given")
     groups.show_params(inner)
-    rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), named=optimizer is None)
+    rules = _step_rules(settings, dtypes, OptimizerTraits.of(inner), classes, named=optimizer is None)
     return classes.optimizer(settings, inner)(sharded, views, inner, classes.loss_scale(settings), rules)
 
 
@@ -432,9 +437,11 @@ def _cast_running_statistics(model: nn.Module, dtype: torch.dtype) -> None:
                     setattr(module, name, buffer.to(dtype))
 
 
-def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, *, named: bool) -> StepRules:
+def _step_rules(settings: Config, dtypes: Policy, traits: OptimizerTraits, classes: EngineClasses, *,
+                named: bool) -> StepRules:
     """Return the rules of a step, by an optimizer that the configuration `named` or by another."""
     overflows = traits.compressing or torch.float16 in (dtypes.compute, dtypes.reduce)
+    overflows |= dtypes.compute is torch.float32 and classes.checks_fp32(settings)
     zero, offload = settings.zero_optimization, settings.zero_optimization.offload_optimizer
     ahead = (offload.buffer_count - 1) // 2 if offload.pipeline_read else 0
     native = named and prefers_native(settings.optimizer.type, settings.optimizer.params)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import Piece, Snapshot
+from shoal.engine.buffer_sync import is_array
 from shoal.errors import CheckpointError
 from shoal.mesh.tensor_slice import TensorSlice
 from shoal.optim.sharded import ShardedOptimizer
@@ -231,7 +232,7 @@ def _unsharded(model: ShardedModel) -> Iterator[Piece]:
         if name not in in_units:
             yield _flat(f"{WEIGHT}/{name}", parameter.data)
     for name, buffer in model.model.named_buffers():
-        if name in persistent:
+        if name in persistent and is_array(buffer):
             tied = model.tied_buffers.get(name)
             yield _flat(f"{BUFFER}/{name if tied is None else tied.name}", buffer)
 

@@ -9,8 +9,10 @@
 //
 // The forward pass is an online softmax (Milakov and Gimelshein, 2018) over the visited blocks of a row of blocks; the backward
 // pass computes the probabilities again from the log-sum-exp (Dao et al., 2022, algorithm 4), row of blocks by row of blocks.
-// Each thread owns whole (batch, key head) pairs in backward, and sums are taken in one order: bits do not depend on threads.
+// A thread of backward owns whole (batch, key head) pairs. Where threads outnumber these, one pass over the rows gives dQ, and one
+// over ranges of columns dK and dV, with the scores computed twice. Sums are taken in one order: bits do not depend on threads.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -161,7 +163,6 @@ struct Problem {
 struct Place {
     int64_t batch, head, row_block, row;
     int64_t position;             // of the first row, in the whole sequence
-    const int64_t *first, *last;  // entries of `columns`, as indices
     uint32_t key;                 // of the dropout of this (batch, head)
 };
 
@@ -393,11 +394,34 @@ inline const int64_t* next_chunk(Chunk& chunk, const Problem& p, const Place& at
     return chunk.count ? chunk.columns : nullptr;
 }
 
+// The index of a head's first row of blocks among those of the layout.
+inline int64_t first_row(const Problem& p, int64_t head) { return p.layout_heads == 1 ? 0 : head * (p.length / p.block); }
+
+template <typename Float>
+Float* at_row(Float* data, const int64_t* stride, const Place& at) {
+    return data + at.batch * stride[0] + at.head * stride[1] + at.row * stride[2];
+}
+
+Place place(const Problem& p, int64_t batch, int64_t head, int64_t row) {
+    Place at{};
+    at.batch = batch;
+    at.head = head;
+    at.row = row;
+    at.row_block = row / p.block;
+    const int64_t index = first_row(p, head) + at.row_block;
+    at.position = (p.row_places ? p.row_places[index] : at.row_block) * p.block + row % p.block;
+    const uint32_t number = static_cast<uint32_t>(p.first_head + head) + 1u;
+    at.key = mix(p.seed[0] ^ mix(p.seed[1] ^ mix(static_cast<uint32_t>(batch) * kGolden + number)));
+    return at;
+}
+
 template <int R>
-void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end, const float* query, const float* keys,
-                   const float* values, float* output, float* sums, Scratch& s) {
+void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end, Scratch& s) {
     constexpr int64_t rows = R * W;
-    pack<R>(s.lanes, query, p.query_stride[2], p.dim, p.scale);
+    const int64_t kv = (at.batch * p.kv_heads + at.head / (p.heads / p.kv_heads)) * p.kv_length * p.dim;
+    const float *keys = p.key + kv, *values = p.value + kv;
+    float* sums = p.sums + (at.batch * p.heads + at.head) * p.length + at.row;
+    pack<R>(s.lanes, at_row(p.query, p.query_stride, at), p.query_stride[2], p.dim, p.scale);
     std::memset(s.result, 0, p.dim * rows * sizeof(float));
     vf largest[R], total[R];
     vu keys_of_rows[R];
@@ -461,14 +485,22 @@ void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end
             float* out = s.result + (d * R + r) * W;
             store(out, load(out) * load(s.tile + r * W));
         }
-    transpose(output, p.output_stride[2], s.result, rows, p.dim, rows);
+    transpose(at_row(p.output, p.output_stride, at), p.output_stride[2], s.result, rows, p.dim, rows);
 }
 
+// What a strip of backward computes.
+enum class Wanted { kAll, kRows, kColumns };  // kRows: dQ and the scores' gradient; kColumns: what it adds to dK and dV
+
+// Visit the blocks of the row from `entry` to `end`.
 template <int R>
-void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end, int64_t row_start, const float* query,
-                    const float* keys, const float* values, const float* output, const float* gradient, const float* sums,
-                    float* query_gradient, float* key_gradient, float* value_gradient, Scratch& s) {
+void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end, Wanted wanted, Scratch& s) {
     constexpr int64_t rows = R * W;
+    const int64_t pair = at.batch * p.heads + at.head, group = p.heads / p.kv_heads;
+    const int64_t kv = (at.batch * p.kv_heads + at.head / group) * p.kv_length * p.dim;
+    const float *query = at_row(p.query, p.query_stride, at), *output = at_row(p.output, p.output_stride, at);
+    const float *gradient = at_row(p.gradient, p.gradient_stride, at), *sums = p.sums + pair * p.length + at.row;
+    const float *keys = p.key + kv, *values = p.value + kv;
+    float *key_gradient = p.key_gradient + kv, *value_gradient = p.value_gradient + kv;
     pack<R>(s.lanes, query, p.query_stride[2], p.dim, p.scale);
     pack<R>(s.gradient_lanes, gradient, p.gradient_stride[2], p.dim, 1.0f);
     std::memset(s.result, 0, p.dim * rows * sizeof(float));
@@ -509,99 +541,89 @@ void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t en
                     store(x, weight);
                     store(y, probability * (product - load(inner + r * W)));
                 }
-            if (p.score_gradient) {
-                const int64_t head = at.batch * p.heads + at.head, visited = chunk.entries[c] - row_start;
-                float* to = p.score_gradient + ((head * p.visited + visited) * p.block + at.row % p.block) * p.block;
+            if (p.score_gradient && wanted != Wanted::kColumns) {
+                const int64_t visited = chunk.entries[c] - p.starts[first_row(p, at.head)];
+                float* to = p.score_gradient + ((pair * p.visited + visited) * p.block + at.row % p.block) * p.block;
                 for (int64_t r = 0; r < rows; ++r)
                     for (int64_t j = 0; j < p.block; ++j) to[r * p.block + j] = s.products[j * rows + r];
             }
-            accumulate<R>(s.result, s.products, keys + offset, p.block, p.dim);
+            if (wanted != Wanted::kColumns) accumulate<R>(s.result, s.products, keys + offset, p.block, p.dim);
+            if (wanted == Wanted::kRows) continue;
             scatter<R>(value_gradient + offset, s.scores, s.rows_of_gradient, p.block, p.dim);
             scatter<R>(key_gradient + offset, s.products, s.rows_of_query, p.block, p.dim);
         }
+    if (wanted == Wanted::kColumns) return;
     for (int64_t i = 0; i < p.dim * rows; i += W) store(s.result + i, load(s.result + i) * all(p.scale));
-    transpose(query_gradient, p.dim, s.result, rows, p.dim, rows);
+    transpose(p.query_gradient + (pair * p.length + at.row) * p.dim, p.dim, s.result, rows, p.dim, rows);
 }
 
-Place place(const Problem& p, int64_t batch, int64_t head, int64_t row) {
-    Place at{};
-    at.batch = batch;
-    at.head = head;
-    at.row = row;
-    at.row_block = row / p.block;
-    const int64_t index = (p.layout_heads == 1 ? 0 : head) * (p.length / p.block) + at.row_block;
-    at.position = (p.row_places ? p.row_places[index] : at.row_block) * p.block + row % p.block;
-    const uint32_t number = static_cast<uint32_t>(p.first_head + head) + 1u;
-    at.key = mix(p.seed[0] ^ mix(p.seed[1] ^ mix(static_cast<uint32_t>(batch) * kGolden + number)));
-    return at;
+// Call `run(task, scratch)` for each task, on the problem's threads, which take `at_once` tasks at a time. Return whether memory
+// ran out.
+template <typename Run>
+int each(const Problem& p, int64_t tasks, int at_once, const Run& run) {
+    int failed = 0;
+#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
+    {
+        Scratch scratch(p);
+        if (!scratch.memory) {
+#pragma omp atomic write
+            failed = 1;
+        } else {
+#pragma omp for schedule(dynamic, at_once)
+            for (int64_t task = 0; task < tasks; ++task) run(task, scratch);
+        }
+    }
+    return failed;
 }
 
 template <int R>
 int forward(const Problem& p) {
     constexpr int64_t rows = R * W;
-    const int64_t strips = p.length / rows, row_blocks = p.length / p.block, tasks = p.batches * p.heads * strips;
-    int failed = 0;
-#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
-    {
-        Scratch scratch(p);
-        if (!scratch.memory) {
-#pragma omp atomic write
-            failed = 1;
-        } else {
-#pragma omp for schedule(dynamic, 8)
-            for (int64_t task = 0; task < tasks; ++task) {
-                const int64_t pair = task / strips, batch = pair / p.heads, head = pair % p.heads;
-                const Place at = place(p, batch, head, (task % strips) * rows);
-                const int64_t index = (p.layout_heads == 1 ? 0 : head) * row_blocks + at.row_block;
-                const int64_t kv = (batch * p.kv_heads + head / (p.heads / p.kv_heads)) * p.kv_length * p.dim;
-                forward_strip<R>(p, at, p.starts[index], p.starts[index + 1],
-                                 p.query + batch * p.query_stride[0] + head * p.query_stride[1] + at.row * p.query_stride[2],
-                                 p.key + kv, p.value + kv,
-                                 p.output + batch * p.output_stride[0] + head * p.output_stride[1] + at.row * p.output_stride[2],
-                                 p.sums + pair * p.length + at.row, scratch);
-            }
+    const int64_t strips = p.length / rows;
+    return each(p, p.batches * p.heads * strips, 8, [&](int64_t task, Scratch& scratch) {
+        const int64_t pair = task / strips;
+        const Place at = place(p, pair / p.heads, pair % p.heads, (task % strips) * rows);
+        const int64_t index = first_row(p, at.head) + at.row_block;
+        forward_strip<R>(p, at, p.starts[index], p.starts[index + 1], scratch);
+    });
+}
+
+// Backward of one (batch, key head) pair, as far as it is wanted, for the columns of blocks from `first` to `last`.
+template <int R>
+void backward_columns(const Problem& p, int64_t pair, int64_t first, int64_t last, Wanted wanted, Scratch& scratch) {
+    constexpr int64_t rows = R * W;
+    const int64_t group = p.heads / p.kv_heads, begin = (pair * p.kv_length + first * p.block) * p.dim;
+    for (float* gradient : {p.key_gradient, p.value_gradient})
+        std::memset(gradient + begin, 0, (last - first) * p.block * p.dim * sizeof(float));
+    for (int64_t head = pair % p.kv_heads * group; head < (pair % p.kv_heads + 1) * group; ++head)
+        for (int64_t row = 0; row < p.length; row += rows) {
+            const int64_t index = first_row(p, head) + row / p.block;
+            const int32_t *columns = p.columns + p.starts[index], *end = p.columns + p.starts[index + 1];
+            const int32_t *from = std::lower_bound(columns, end, first), *to = std::lower_bound(from, end, last);
+            if (from == to && wanted == Wanted::kColumns) continue;
+            backward_strip<R>(p, place(p, pair / p.kv_heads, head, row), from - p.columns, to - p.columns, wanted, scratch);
         }
-    }
-    return failed;
 }
 
 template <int R>
 int backward(const Problem& p) {
     constexpr int64_t rows = R * W;
-    const int64_t strips = p.length / rows, row_blocks = p.length / p.block, group = p.heads / p.kv_heads;
-    int failed = 0;
-#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
-    {
-        Scratch scratch(p);
-        if (!scratch.memory) {
-#pragma omp atomic write
-            failed = 1;
-        } else {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t task = 0; task < p.batches * p.kv_heads; ++task) {
-                const int64_t batch = task / p.kv_heads, kv = task * p.kv_length * p.dim;
-                for (float* each : {p.key_gradient, p.value_gradient})
-                    std::memset(each + kv, 0, p.kv_length * p.dim * sizeof(float));
-                for (int64_t g = 0; g < group; ++g) {
-                    const int64_t head = (task % p.kv_heads) * group + g, pair = batch * p.heads + head;
-                    for (int64_t strip = 0; strip < strips; ++strip) {
-                        const Place at = place(p, batch, head, strip * rows);
-                        const int64_t first = (p.layout_heads == 1 ? 0 : head) * row_blocks, index = first + at.row_block;
-                        backward_strip<R>(
-                            p, at, p.starts[index], p.starts[index + 1], p.starts[first],
-                            p.query + batch * p.query_stride[0] + head * p.query_stride[1] + at.row * p.query_stride[2],
-                            p.key + kv, p.value + kv,
-                            p.output + batch * p.output_stride[0] + head * p.output_stride[1] + at.row * p.output_stride[2],
-                            p.gradient + batch * p.gradient_stride[0] + head * p.gradient_stride[1]
-                                + at.row * p.gradient_stride[2],
-                            p.sums + pair * p.length + at.row, p.query_gradient + (pair * p.length + at.row) * p.dim,
-                            p.key_gradient + kv, p.value_gradient + kv, scratch);
-                    }
-                }
-            }
-        }
-    }
-    return failed;
+    const int64_t pairs = p.batches * p.kv_heads, columns = p.kv_length / p.block, strips = p.length / rows;
+    if (pairs == 0) return 0;
+    if (p.threads * 5 <= pairs * 7)  // products of one pass and of two
+        return each(p, pairs, 1, [&](int64_t pair, Scratch& scratch) {
+            backward_columns<R>(p, pair, 0, columns, Wanted::kAll, scratch);
+        });
+    const int64_t ranges = std::min(columns, 4 * p.threads / pairs);
+    return each(p, pairs * ranges, 1, [&](int64_t task, Scratch& scratch) {
+        const int64_t range = task % ranges;
+        backward_columns<R>(p, task / ranges, columns * range / ranges, columns * (range + 1) / ranges, Wanted::kColumns, scratch);
+    }) || each(p, p.batches * p.heads * strips, 8, [&](int64_t task, Scratch& scratch) {
+        const int64_t pair = task / strips;
+        const Place at = place(p, pair / p.heads, pair % p.heads, (task % strips) * rows);
+        const int64_t index = first_row(p, at.head) + at.row_block;
+        backward_strip<R>(p, at, p.starts[index], p.starts[index + 1], Wanted::kRows, scratch);
+    });
 }
 
 // Request huge pages for a result that no one has written yet: faults of 4 KiB took a seventh of the time of 40,960 tokens. From

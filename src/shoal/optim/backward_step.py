@@ -38,6 +38,7 @@ class BackwardStepper:
         self._factor = 1.0
         self._options: Options | None = None
         self._units: dict[Gradient, tuple[TrainableUnit, list[MasterView]]] = {}
+        self._spans_devices = any(unit.master.device != unit.full.device for unit in model.trainable)
         self._active = False
         self._stepped: list[Gradient] = []  # in the order of the last backward pass that stepped units
 
@@ -94,19 +95,21 @@ class BackwardStepper:
 
         All slots have a gradient, so every autograd node that reads the weights has run on this rank. The gradient is
         reduced, so the same holds on the other ranks. `step()` takes the remaining units: those that re-entrant recompute
-        reads in passes of its own, that stay gathered, or whose slots lack a gradient on this rank.
+        reads in passes of its own, that stay gathered, or whose slots lack a gradient on this rank. It also takes those that
+        this thread would have to step while it waits for gradients on their way to the host, and the device for this thread.
         """
         unit, views = self._units[gradient]
         complete = gradient.accumulator.slots_with_grad == (1 << len(unit.members)) - 1
         replicated = unit.replica_group.replicas is not None  # not yet reduced over the replicas
         in_use = (unit.reshards and not unit.is_released) or unit.memory.is_exposed
-        if not complete or gradient.late_recompute or replicated or in_use:
+        assert self._options is not None
+        native = self._native_step_fn is not None and can_step_natively(self._optimizer, views, self._options)
+        waits = self._spans_devices and not native
+        if not complete or gradient.late_recompute or replicated or in_use or waits:
             unit.residency.unpin()
             return False
         if self._measures:
             gradient.norm()  # before the step consumes the sum
-        assert self._options is not None
-        native = self._native_step_fn is not None and can_step_natively(self._optimizer, views, self._options)
         step = self._native_step_fn if native and self._native_step_fn is not None else self._step_fn
         self._stepped.append(gradient)
         step_pass = StepPass(step=step, factor=self._factor, options=self._options)

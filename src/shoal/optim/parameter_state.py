@@ -76,7 +76,7 @@ class ParameterState:
     @torch.no_grad()
     def full(self, kind: str) -> Tensor | None:
         """Return the whole value in fp32, of the parameter's shape; None where there is none. Ranks call it together."""
-        if not self._exists(kind):
+        if not self._exists(kind, together=True):
             return None
         owned = self.unit.master_range
         own = torch.zeros(len(owned), device=self.unit.full.device)
@@ -107,7 +107,7 @@ class ParameterState:
     @torch.no_grad()
     def write_full(self, kind: str, value: Tensor) -> bool:
         """Write the whole value, which is the same on every rank; returns False where there is no such state at present."""
-        if not self._exists(kind):
+        if not self._exists(kind, together=True):
             return False
         if value.numel() != self.slot.stop - self.slot.start:
             raise UsageError(f"{self.slot.name}: got a tensor of shape {tuple(value.shape)}; it must have the parameter's "
@@ -138,14 +138,24 @@ class ParameterState:
             found[kind] = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.slot.shape)
         return found
 
-    def _exists(self, kind: str) -> bool:
-        """Finish what is under way, and say whether there is state of this kind."""
+    def _exists(self, kind: str, *, together: bool = False) -> bool:
+        """Finish what is under way, and say whether there is state of this kind. `together`: every rank calls it.
+
+        Raises `UsageError` for the sum of one copy of the state alone, if this rank may be the only one that asks.
+        """
         if self.unit.pending is not None:
             self.unit.pending.finish()
         self.unit.finish_gather()
         if kind == GRADIENT:
-            self.unit.gradient.wait_reduced()
-            return self.unit.gradient.has_sum
+            gradient = self.unit.gradient
+            gradient.wait_reduced()
+            if together:
+                gradient.join_replicas()
+            elif gradient.has_sum and not gradient.spans_copies:
+                raise UsageError(f"{self.slot.name}: rank {self.unit.communicator.rank} reads or writes its part of a "
+                                 f"gradient that is not yet summed over the copies of the state (mics_shard_size); call "
+                                 f"engine.allreduce_gradients() on every rank first")
+            return gradient.has_sum
         return kind == MASTER or kind in self.kinds()
 
     def _factor(self, kind: str) -> float:

@@ -209,16 +209,14 @@ def cast_view_to_weights(view: MasterView) -> None:
 
 @contextmanager
 def weight_output(view: MasterView) -> Generator[Tensor | None]:
-    """Yield the host tensor that native code casts a view's weights to; copy it to the device if they rest there."""
+    """Yield the host tensor that native code casts a view's weights to; send it to the device if they rest there."""
     weights = view.unit.state.stepped_weights
     target = None if weights is None else weights.tensor[view.start:view.stop]
     if target is None or target.device.type == "cpu":
         yield target
         return
-    staging = view.unit.state.staging
-    weight = staging.borrow(target.numel(), target.dtype)
-    yield weight
-    staging.send(weight, target)
+    with view.unit.state.weights_to_send(target) as weight:
+        yield weight
 
 
 def snapshot_options(optimizer: Optimizer) -> Options:

@@ -14,6 +14,8 @@ step is deferred: a thread takes it while the next forward computes, and gatheri
 
 *Steps in backward.* If nothing about a step is decided after backward, `step_in_backward` gives the thread a unit as soon as
 its gradient is reduced, so the gradient is never offloaded. `run` then completes the step, and publishes in the one order.
+Where a device has the gradient, the thread waits for its copy to the host. The device has then passed every reader of the
+old weights, so the new ones go up at once; the compute stream waits for them when the unit is published.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shoal.device import stream_of_thread, within
+from shoal.device import set_current, stream_of_thread, within
 from shoal.errors import TierError
 from shoal.optim.step_pass import StepPass
 from shoal.optim.views import MasterView
 from shoal.tier import JoinedTransfers, Lanes, Transfer
 from shoal.tier.span import DONE
+from shoal.tier.streams import h2d_stream
 from shoal.zero.optimizer_state import OptimizerState
 from shoal.zero.trainable_unit import TrainableUnit
 
@@ -173,6 +176,7 @@ class StepScheduler:
         now = [unit for unit in units if unit not in begun and unit not in later]
         if now or not begun:
             self._join()
+        h2d_stream(self._device).follow_compute()  # scripts may have read weights since backward
         try:
             for unit in self._stream(_source_of(self._chunks(now, views, step_pass))):
                 if not begun:
@@ -267,7 +271,7 @@ class StepScheduler:
 
     def _wait_for_memory(self, unit: TrainableUnit) -> None:
         """Wait until the memory that `unit` holds until its step fits within `max_waiting_bytes`."""
-        size = unit.gradient.bytes * (2 if unit.state.stepped_weights is None else 1) if _is_offloaded(unit) else 0
+        size = unit.gradient.bytes * (2 if unit.state.stepped_weights is None else 1) if unit.state.rests_on_disk else 0
         with self._lock, self._lanes.during("wait", unit.name):
             self._changed.wait_for(lambda: self.failed or not (held := sum(self._waiting_bytes.values()))
                                    or held + size <= self._max_waiting_bytes)
@@ -307,9 +311,10 @@ class StepScheduler:
         """Take the deferred steps; the body of the thread.
 
         It gives the device's work to `stream`, that of the pass which made the gradients: a new thread would begin with the
-        default stream of the first device.
+        default stream of the first device, and end by making that device current, which takes its memory.
         """
         try:
+            set_current(self._device)
             with within(stream), torch.no_grad():
                 for unit in self._stream(self._next_chunk):
                     with self._lock:
@@ -463,6 +468,7 @@ def _publish(unit: TrainableUnit) -> None:
     """Complete the step of `unit`: reset its gradient, and publish its weights."""
     unit.end_step()
     unit.gradient.mark_consumed()
+    unit.state.receive_weights()
     unit.publish()
 
 

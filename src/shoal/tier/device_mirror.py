@@ -6,68 +6,119 @@ A commit does not wait for its copy: readers on the host do.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.device import set_current
+from shoal.tier.disk_span import DiskSpan
 from shoal.tier.span import DONE, Names, PlacedSpan, ResidentSpan, Span, Transfer, no_names
 from shoal.tier.store import Store
-from shoal.tier.streams import CopyEvent, CopyStream, allocate, d2h_stream, free, h2d_stream
+from shoal.tier.streams import CopyEvent, CopyStream, allocate, d2h_stream, free, h2d_stream, upload_ring
 
-__all__ = ["CopyTransfer", "DeviceMirror", "mirrored"]
+__all__ = ["CopiesEnded", "CopyTransfer", "DeviceMirror", "ResidentCopy", "copy_to_device", "mirrored"]
 
 
-class CopyTransfer:
-    """A copy of the span `source` into `target` on a compute device, in `stream`.
+class CopyTransfer(Transfer, Protocol):
+    """A copy of a span of the host into memory of a device.
 
-    The copy waits for the work that is queued on the compute stream when the transfer begins: it may use, or have allocated,
-    the memory of `target`. The copy does not wait for work that is queued later, while a disk is read.
+    It follows the work that the compute stream has been given when the transfer begins: that may use, or have allocated,
+    the memory. It does not follow what is given later, while a disk is read.
     """
 
-    def __init__(self, source: Span, target: Tensor, stream: CopyStream):
-        self._source = source
-        self._target = target
-        self._stream = stream
-        stream.follow_compute()
-        self._arriving = source.fetch()
-        self._event: CopyEvent | None = None
-        self._done = False
-        if self._arriving is DONE:
-            self._start()
+    def finish(self) -> None:
+        """Block this thread until the copy has read its source, which may then be overwritten."""
+        ...
 
-    @property
-    def done(self) -> bool:
-        return self._done
+
+class ResidentCopy:
+    """The copy of `source` into `target`, in `stream`. Where the source is page-locked, the host waits for nothing."""
+
+    def __init__(self, source: Tensor, target: Tensor, stream: CopyStream):
+        self._stream = stream
+        self.done = False
+        stream.follow_compute()
+        with stream.following():
+            target.copy_(source, non_blocking=True)
+        self._event = stream.record_event()
 
     def wait(self) -> None:
-        if self._event is None:
-            self._arriving.wait()
-            self._start()
-        assert self._event is not None
         self._event.stream_wait()  # at every call: another stream may be the current one
-        if self._done:
-            return
-        if not isinstance(self._source, ResidentSpan):  # the commit releases the memory that the copy reads
-            self._event.synchronize()
-        self._source.commit(changed=False)
-        self._done = True
+        self.done = True
 
     def following(self) -> AbstractContextManager[object]:
-        if not isinstance(self._source, ResidentSpan):  # the host waits for the disk anyway
-            self.wait()
-            return nullcontext()
         return self._stream.following()
 
     def finish(self) -> None:
-        """Block this thread until the copy, if it has started, has read its source, which may then be overwritten."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._event.synchronize()
 
-    def _start(self) -> None:
-        with self._stream.following():
-            self._target.copy_(self._source.tensor, non_blocking=True)
-        self._event = self._stream.record_event()
+
+class DiskCopy:
+    """The copy of a span on disk into `target`: each chunk starts on its way in the thread that has read it.
+
+    The host waits for the disk alone, where the disk has not delivered yet.
+    """
+
+    def __init__(self, source: DiskSpan, target: Tensor, device: torch.device):
+        self._source, self._target, self._device = source.tensor, target, device
+        self._stream, self._ring = h2d_stream(device), upload_ring(device)
+        self._thread = threading.get_ident()
+        self._after = self._stream.record_compute()
+        self._events: list[CopyEvent] = []
+        self._failure: BaseException | None = None
+        self.done = False
+        self._arriving = source.deliver(self._send)
+
+    def wait(self) -> None:
+        self.finish()
+        for event in self._events:
+            event.stream_wait()
+        self.done = True
+
+    def following(self) -> AbstractContextManager[object]:
+        self.finish()
+        return self._stream.following()
+
+    def finish(self) -> None:
+        self._arriving.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _send(self, elements: range) -> None:
+        """Start copying `elements`; any thread."""
+        try:
+            if threading.get_ident() != self._thread:  # a new thread begins with the first device, and would come back to it
+                set_current(self._device)
+            part = slice(elements.start, elements.stop)
+            self._events.append(self._ring.send(self._source[part], self._target[part], self._after))
+        except Exception as error:  # of the device: whoever waits raises it
+            self._failure = error
+
+
+def copy_to_device(source: Span, target: Tensor, device: torch.device) -> CopyTransfer:
+    """Start copying a span of the host, which no one has fetched, to `target`, memory of `device`."""
+    if isinstance(source, DiskSpan):
+        return DiskCopy(source, target, device)
+    return ResidentCopy(source.tensor, target, h2d_stream(device))
+
+
+class CopiesEnded:
+    """The transfer of host memory that a device copies: it ends when `finish` has waited for the copies."""
+
+    def __init__(self, finish: Callable[[], None]):
+        self._finish = finish
+        self.done = False
+
+    def wait(self) -> None:
+        self._finish()
+        self.done = True
+
+    def following(self) -> AbstractContextManager[object]:
+        self.wait()
+        return nullcontext()
 
 
 class DeviceMirror:
@@ -84,7 +135,7 @@ class DeviceMirror:
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self.finish_commit()
         allocate(self.tensor)
-        self._arriving = None if fresh else CopyTransfer(self._below, self.tensor, h2d_stream(self._device))
+        self._arriving = None if fresh else copy_to_device(self._below, self.tensor, self._device)
         return self._arriving or DONE
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:
@@ -126,7 +177,7 @@ class DeviceMirror:
 
 
 class _MirroredSpan:
-    """The host's side of a mirror: a fetch first waits for the copies of the device's side, in both directions."""
+    """The host's side of a mirror: a fetch also waits for the copies of the device's side, in both directions."""
 
     def __init__(self, mirror: DeviceMirror, below: Span):
         self.tensor = below.tensor
@@ -134,7 +185,9 @@ class _MirroredSpan:
         self._below = below
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self._mirror.finish_copies()
+        if isinstance(self._below, ResidentSpan):
+            return CopiesEnded(self._mirror.finish_copies)
+        self._mirror.finish_copies()  # a disk writes what came down while the step waits for its turn
         return self._below.fetch(start, stop, fresh=fresh)
 
     def commit(self, start: int = 0, stop: int | None = None, *, changed: bool = True) -> Transfer:

@@ -11,6 +11,7 @@ A failed read leaves the chunk absent, and the next fetch tries again. A failed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,21 +83,51 @@ class DiskSpan:
         arriving: list[Job] = []
         failed: list[TierError] = []
         for chunk in self._chunks_over(wanted):
-            self._pin(chunk)
-            with self._swap.lock:
-                if not chunk.present:
-                    chunk.error = None
-                    overwritten = fresh and self._is_within(chunk, wanted)
-                    self._provide_pages(chunk, zeros=not (chunk.written or overwritten))
-                    if chunk.written and not overwritten:
-                        self._start("read", chunk)
-                    else:
-                        chunk.present = True
-                if chunk.job is not None and chunk.job.lane == "read":
-                    arriving.append(chunk.job)
-                elif chunk.error is not None:
-                    failed.append(chunk.error)
+            job, error = self._bring(chunk, overwritten=fresh and self._is_within(chunk, wanted))
+            if job is not None:
+                arriving.append(job)
+            elif error is not None:
+                failed.append(error)
         return PendingJobs(arriving, failed) if arriving or failed else DONE
+
+    def deliver(self, receive: Callable[[range], None]) -> Transfer:
+        """Call `receive` with the elements of each chunk once memory holds them, for as long as the call takes.
+
+        The thread that has read a chunk calls it; this one does for chunks that are in memory. The transfer ends with the
+        last call. `receive` raises nothing.
+        """
+        self._swap.check_owner(self._name)
+        arriving: list[Job] = []
+        failed: list[TierError] = []
+        for chunk in self._chunks:
+            job, error = self._bring(chunk, overwritten=False)
+            if job is not None:
+                arriving.append(job)
+                job.then(partial(self._hand_over, chunk, job, receive))
+            else:
+                failed += [] if error is None else [error]
+                self._hand_over(chunk, None, receive)
+        return PendingJobs(arriving, failed)
+
+    def _hand_over(self, chunk: _Chunk, job: Job | None, receive: Callable[[range], None]) -> None:
+        """Give `receive` a chunk that `job` has read, unless it failed, and end the fetch."""
+        if (chunk.error if job is None else job.error) is None:
+            receive(self._stored(chunk.extent.start // self._width, chunk.extent.stop // self._width))
+        self._unpin(chunk, changed=False)
+
+    def _bring(self, chunk: _Chunk, *, overwritten: bool) -> tuple[Job | None, TierError | None]:
+        """Fetch a chunk; return the read that brings it, or the error of one that could not start or of an earlier write."""
+        self._pin(chunk)
+        with self._swap.lock:
+            if not chunk.present:
+                chunk.error = None
+                self._provide_pages(chunk, zeros=not (chunk.written or overwritten))
+                if chunk.written and not overwritten:
+                    self._start("read", chunk)
+                else:
+                    chunk.present = True
+            job = chunk.job if chunk.job is not None and chunk.job.lane == "read" else None
+            return job, chunk.error if job is None else None
 
     def _provide_pages(self, chunk: _Chunk, *, zeros: bool) -> None:
         """Provide pages for a chunk: zeros, or pages with undefined contents."""

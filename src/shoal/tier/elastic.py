@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.tier.device_mirror import CopyTransfer
+from shoal.tier.device_mirror import CopiesEnded, CopyTransfer, ResidentCopy, copy_to_device
 from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import Pages, pageable
 from shoal.tier.span import DONE, JoinedTransfers, Names, ResidentSpan, Span, SubSpan, Transfer, no_names, offset_names
 from shoal.tier.store import Disk, Memory, Store
-from shoal.tier.streams import CopyStream, allocate, free, h2d_stream
+from shoal.tier.streams import CopyStream, allocate, free
 
 __all__ = ["Elastic", "elastic"]
 
@@ -33,9 +33,11 @@ class Elastic(Protocol):
     """The part that rests in the store."""
     shard_in_full: bool
     """Whether the shard is a part of `full`, so that writes to `full` reach it."""
+    own: Tensor | None
+    """The shard's memory, where `grow` leaves the shard's part of `full` to the gather that reads it; None elsewhere."""
 
     def grow(self) -> Transfer:
-        """Allocate the full buffer; when the transfer is done, it holds the shard's contents."""
+        """Allocate the full buffer; when the transfer is done, it holds the shard's contents, unless `own` does."""
         ...
 
     def shrink(self, *, retain: bool = False) -> None:
@@ -55,6 +57,7 @@ class PagedBuffer:
     """Host memory that returns its pages outside the shard."""
 
     shard_in_full = True
+    own: Tensor | None = None
 
     def __init__(self, size: int, dtype: torch.dtype, part: range):
         self._pages = Pages(size, dtype)
@@ -81,6 +84,7 @@ class WholeBuffer:
     """Memory of a device that is its own shard: one rank has all weights."""
 
     shard_in_full = True
+    own: Tensor | None = None
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
         self.full = torch.zeros(size, dtype=dtype, device=device)
@@ -103,6 +107,7 @@ class DiskBuffer:
     """Host memory whose shard rests on disk."""
 
     shard_in_full = True
+    own: Tensor | None = None
 
     def __init__(self, size: int, dtype: torch.dtype, part: range, disk: Disk, name: str, names: Names):
         self._memory = DiskSpan(disk.swap, size, dtype, name, part=part, chunk=disk.granule, names=names)
@@ -158,8 +163,7 @@ class CopiedSpan(ResidentSpan):
         self._last = last
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
-        self._last.finish()
-        return DONE
+        return CopiesEnded(self._last.finish)
 
     def part(self, part: range) -> ResidentSpan:
         return CopiedSpan(self.tensor[part.start:part.stop], self._last)
@@ -169,8 +173,8 @@ class ResizedBuffer:
     """Memory whose storage is freed, beside a span for the shard.
 
     The compute stream owns the memory: what it frees is at once another unit's, however far the host runs ahead of the
-    device. A shard on the host is copied in a stream of its own, which waits for the allocation; a shard on the device is
-    written by the compute stream, and is copied in it.
+    device. A shard on the host is copied in a stream of its own, which waits for the allocation. A shard on the device is
+    written by the compute stream, and `load_shard` copies it there; a gather over ranks reads it where it rests.
     """
 
     shard_in_full = False
@@ -178,14 +182,16 @@ class ResizedBuffer:
     def __init__(self, size: int, dtype: torch.dtype, part: range, device: torch.device, shard: Span):
         self.full = torch.zeros(size, dtype=dtype, device=device)
         self._source, self._last = shard, _LastCopy()
-        copied = isinstance(shard, ResidentSpan) and shard.tensor.device != self.full.device
+        self._is_apart = shard.tensor.device != self.full.device
+        copied = isinstance(shard, ResidentSpan) and self._is_apart
         self.shard: Span = CopiedSpan(shard.tensor, self._last) if copied else shard
-        self._own = self.full[part.start:part.stop]
-        self._stream = CopyStream() if shard.tensor.device == self.full.device else h2d_stream(device)
+        self.own: Tensor | None = None if self._is_apart or len(part) == size else shard.tensor
+        self._part = self.full[part.start:part.stop]
+        self._device = device
 
     def grow(self) -> Transfer:
         allocate(self.full)
-        return self._copy()
+        return DONE if self.own is not None else self._copy()
 
     def shrink(self, *, retain: bool = False) -> None:
         if not retain:
@@ -193,14 +199,16 @@ class ResizedBuffer:
 
     def save_shard(self) -> None:
         self.shard.fetch(fresh=True).wait()
-        self.shard.tensor.copy_(self._own)
+        self.shard.tensor.copy_(self._part)
         self.shard.commit()
 
     def load_shard(self) -> None:
         self._copy().wait()
 
     def _copy(self) -> CopyTransfer:
-        return self._last.set(CopyTransfer(self._source, self._own, self._stream))
+        if not self._is_apart:
+            return ResidentCopy(self._source.tensor, self._part, CopyStream())
+        return self._last.set(copy_to_device(self._source, self._part, self._device))
 
 
 def elastic(size: int, dtype: torch.dtype, part: range, device: torch.device, store: Store, name: str,

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shoal.device import HOST, lock_pages, registers_pages
 
-__all__ = ["HUGE", "PAGE", "PAGED_FROM", "PagePool", "Pages", "pageable", "pinned_zeros", "storage_use_count", "trim",
-           "whole_pages", "zeros"]
+__all__ = ["HUGE", "PAGE", "PAGED_FROM", "PagePool", "Pages", "copy_bytes", "pageable", "pinned_zeros",
+           "storage_use_count", "trim", "whole_pages", "zeros"]
 
 PAGE = mmap.PAGESIZE
 HUGE = 2 << 20
@@ -146,6 +146,12 @@ def pinned_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     pages = Pages(size, dtype)
     pages.lock()
     return pages.tensor
+
+
+def copy_bytes(source: Tensor, target: Tensor) -> None:
+    """Copy contiguous host memory in this thread alone: torch would start a team of threads for each thread that copies."""
+    assert source.nbytes == target.nbytes, (source.nbytes, target.nbytes)
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def pageable(size: int, dtype: torch.dtype, device: torch.device) -> bool:

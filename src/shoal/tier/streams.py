@@ -10,16 +10,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.device import DeviceEvent, DeviceStream, can_pin, new_stream, on_accelerator, record_use
-from shoal.tier.pages import pinned_zeros
+from shoal.tier.pages import copy_bytes, pinned_zeros
 
-__all__ = ["CopyEvent", "CopyStream", "PinnedRing", "StagingBuffers", "allocate", "d2h_stream", "free", "h2d_stream",
-           "side_stream"]
+__all__ = ["CopyEvent", "CopyStream", "PinnedRing", "StagingBuffers", "UploadRing", "allocate", "d2h_stream", "free",
+           "h2d_stream", "side_stream", "upload_ring"]
 
 _DEFERRED = 2
 """Copies to the host in flight before the oldest one is waited for."""
@@ -57,6 +58,10 @@ class CopyStream:
 
     def record_event(self) -> CopyEvent:
         """Return an event behind everything the stream was given so far."""
+        return self.record_compute()
+
+    def record_compute(self) -> CopyEvent:
+        """Return an event behind everything the compute stream was given so far."""
         return _REACHED if self._device is None else DeviceEvent(self._device)
 
     def keep_for_compute(self, tensor: Tensor) -> None:
@@ -73,7 +78,7 @@ class _SideStream(CopyStream):
     """Copies in a stream beside the compute stream."""
 
     def __init__(self, stream: DeviceStream):
-        super().__init__()
+        super().__init__(stream.device)
         self._stream = stream
 
     def use(self) -> AbstractContextManager[object]:
@@ -156,19 +161,64 @@ class StagingBuffers:
             buffer, event = self._buffers.pop(0)
             event.synchronize()
         if buffer.numel() < size:
-            buffer = (pinned_zeros(size, torch.uint8, self._device) if can_pin(self._device) else
-                      torch.empty(size, dtype=torch.uint8))
+            buffer = _page_locked(size, self._device)
         self._borrowed = buffer
         return buffer[:size].view(dtype)
 
-    def send(self, written: Tensor, target: Tensor) -> None:
-        """Copy `written`, the memory borrowed last, to `target`, before any later work of the compute stream."""
+    def send(self, written: Tensor, target: Tensor) -> CopyEvent:
+        """Start copying `written`, the memory borrowed last, to `target`; return the event that its readers wait for.
+
+        The copy runs beside the compute stream: its stream must follow the last reader of what `target` had.
+        """
         stream = h2d_stream(self._device)
-        with stream.use():
+        with stream.following():
             target.copy_(written, non_blocking=True)
         event = stream.record_event()
-        event.stream_wait()
         self._buffers.append((self._borrowed, event))
+        return event
+
+
+class UploadRing:
+    """A fixed ring of page-locked memory through which host memory of any kind reaches a device; any thread may send."""
+
+    def __init__(self, device: torch.device, *, slots: int = 8, size: int = 4 << 20):
+        """Each of `slots` has `size` bytes."""
+        self._stream = h2d_stream(device)
+        self._size = size
+        self._slots: SimpleQueue[tuple[Tensor, CopyEvent]] = SimpleQueue()  # and the copies that read them last
+        for slot in _page_locked(slots * size, device).split(size):
+            self._slots.put((slot, _REACHED))
+
+    def send(self, source: Tensor, target: Tensor, after: CopyEvent) -> CopyEvent:
+        """Start copying the 1-D host tensor `source` to `target` `after` an event; return the event behind the copy.
+
+        The host may overwrite `source` at once. Blocks while the copies to come are more than the ring holds.
+        """
+        event, elements = after, self._size // source.element_size()
+        for part, into in zip(source.split(elements), target.split(elements), strict=True):
+            slot, last = self._slots.get()
+            try:
+                last.synchronize()
+                filled = slot[:part.nbytes].view(part.dtype)
+                copy_bytes(part, filled)
+                with self._stream.following():
+                    after.stream_wait()
+                    into.copy_(filled, non_blocking=True)
+                event = last = self._stream.record_event()
+            finally:
+                self._slots.put((slot, last))
+        return event
+
+
+@cache
+def upload_ring(device: torch.device) -> UploadRing:
+    """Return the ring through which what a disk delivers reaches `device`."""
+    return UploadRing(device)
+
+
+def _page_locked(size: int, device: torch.device) -> Tensor:
+    """Return `size` bytes of host memory, page-locked for `device` where that is possible."""
+    return pinned_zeros(size, torch.uint8, device) if can_pin(device) else torch.empty(size, dtype=torch.uint8)
 
 
 class PinnedRing:
@@ -181,9 +231,7 @@ class PinnedRing:
     def __init__(self, device: torch.device, *, slots: int = 3, size: int = 32 << 20):
         """Each of `slots` has `size` bytes."""
         self._stream = d2h_stream(device)
-        memory = pinned_zeros(slots * size, torch.uint8, device) if can_pin(device) else torch.empty(slots * size,
-                                                                                                     dtype=torch.uint8)
-        self._free = list(memory.split(size))
+        self._free = list(_page_locked(slots * size, device).split(size))
         self._copies: deque[tuple[CopyEvent, Tensor, Tensor, Tensor]] = deque()  # source, slot, and what gets its contents
 
     def download(self, source: Tensor, target: Tensor) -> None:

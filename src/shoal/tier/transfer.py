@@ -2,7 +2,7 @@
 
     submit           a job's blocks join the queue of their lane, read or write
     transfer_block   a thread reads a block and verifies its checksum, or computes its checksum and writes it
-    on_done          the thread that transferred the last block of a job calls back the job's owner
+    on_done, then    the thread that transferred the last block of a job calls back the job's owner, then others
 
 Half of the threads prefer reads and half writes, so that neither lane waits for the other's queue.
 """
@@ -90,6 +90,7 @@ class Job:
         self._names = names
         self._remaining = len(self.blocks)
         self._counting = threading.Lock()
+        self._callbacks: list[Callable[[], None]] | None = []  # None once they were called
         self.done = False
         """Whether it has ended."""
         self._in_flight = threading.Lock()  # not an Event: an interrupted wait could leave that locked
@@ -103,6 +104,14 @@ class Job:
         """Block until the job has ended; its `error` tells whether it failed."""
         with self._in_flight:
             pass
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the job has ended, before `wait` returns: in the thread that ends it, or here if it has."""
+        with self._counting:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def transfer_block(self, index: int, file: SwapFile) -> None:
         """Transfer one block; a failure becomes the job's `error`."""
@@ -143,6 +152,10 @@ class Job:
         if last:
             try:
                 self._on_done(self)
+                with self._counting:
+                    callbacks, self._callbacks = self._callbacks, None
+                for callback in callbacks or ():
+                    callback()
             finally:
                 self.done = True
                 self._in_flight.release()

@@ -1,6 +1,7 @@
 """The collectives that move model state: few, counted, byte-optimal, and named in the error when they fail.
 
-A flat buffer has N equal spans, one per rank. The placements need only two collectives, both in place:
+A flat buffer has N equal spans, one per rank. The placements need only two collectives, whose spans lie in the buffer, but
+for a rank's own where it rests elsewhere:
 
     all_gather       rank r holds span r            -> every rank holds every span      (N-1)/N of the buffer sent
     reduce_scatter   every rank holds one addend    -> rank r holds the sum of span r   (N-1)/N of the buffer sent
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,6 +67,12 @@ _units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """The number of units registered in each group, over all its communicators: several engines share no tag."""
 _begun: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 """How many pairwise collectives of each tag this rank has begun in each group."""
+_dropped: WeakKeyDictionary[dist.ProcessGroup, deque[dist.Work]] = WeakKeyDictionary()
+"""Messages under way in each group for which nobody waits any more: what a step gathers ahead for an engine that is dropped.
+
+gloo reads nothing more from a connection once data arrive for a receive that is gone, so they are kept. The group's next
+communicator waits for them: every rank that makes it has started its own messages before.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +124,7 @@ class Communicator:
         self._launched = LaunchedCollectives(group) if self.native and self.ranks > 1 else None
         self._order = IssuedOrder()
         self._begun = _begun.setdefault(group, Counter())
+        self._finish_dropped()
         self._name = f"{group.group_name} {self.members[0]}"
         self._peer_memory: PeerMemory | None = None
         if direct_bytes is not None and self.ranks > 1 and not self.native:
@@ -132,6 +140,14 @@ class Communicator:
         traffic.peer_memory_bytes += size
         return self._peer_memory.exchange(peer, tag, send, receive)
 
+    def _finish_dropped(self) -> None:
+        try:
+            with self.interruptible_wait():
+                for work in _dropped.pop(self.group, ()):
+                    work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self.failure("what an engine that was dropped had started", error) from error
+
     def note_step(self, step: int) -> None:
         """Name `step` in errors from now on."""
         self.step = step
@@ -146,16 +162,21 @@ class Communicator:
         _units[self.group] = number + 1
         return number
 
-    def all_gather(self, full: Tensor, label: Label) -> Handle:
-        """Fill the 1-D `full`, of which this rank holds its span, with the spans of all ranks."""
+    def all_gather(self, full: Tensor, label: Label, own: Tensor | None = None) -> Handle:
+        """Fill the 1-D `full` with the spans of all ranks: this rank's is `own`, or if that is None in its place already.
+
+        A device reads `own` in the stream of its collectives: it may be written to, or freed, after the wait.
+        """
         self._check(label, full)
         span = full.numel() // self.ranks
         call = traffic.count(label.kind, span * full.element_size() * (self.ranks - 1), op="all_gather", of=full,
                              ranks=self.members, what=label)
         if self.native:
-            own = full[self.rank * span:(self.rank + 1) * span]
+            own = full[self.rank * span:(self.rank + 1) * span] if own is None else own
             return _watched(self._launch(label, partial(native_all_gather, full, own, self.group, async_op=True)), call)
         spans = full.view(self.ranks, span)
+        if own is not None:
+            spans[self.rank].copy_(own)
         work = _Pairwise(self, label, label.tag, receive={peer: spans[peer] for peer in self._peers()},
                          send={peer: spans[self.rank] for peer in self._peers()}, elements=self.gather_elements)
         return _watched(work, call)
@@ -353,6 +374,7 @@ class _Pairwise:
 
     def __init__(self, communicator: Communicator, what: object, tag: int, *,
                  receive: dict[int, Tensor], send: dict[int, Tensor], elements: int):
+        self._works: deque[dist.Work] = deque()
         self._communicator = communicator
         self._what = what
         self._awaited = communicator.begin(tag, what)
@@ -363,7 +385,6 @@ class _Pairwise:
         remote = [peer for peer, transfer in transfers.items() if transfer is None]
         width = next((tensor.element_size() for tensor in send.values()), 1)
         size = min(communicator.chunk_bytes, elements // communicator.ranks * width)
-        self._works: list[dist.Work] = []
         try:
             self._works += [group.recv([chunk], peer, tag) for peer in remote for chunk in chunks(receive[peer], size)
                             if chunk.numel()]
@@ -372,19 +393,23 @@ class _Pairwise:
         except RuntimeError as error:  # the connection is closed already
             self._failed = error
 
+    def __del__(self) -> None:
+        if self._works:
+            _dropped.setdefault(self._communicator.group, deque()).extend(self._works)
+
     def wait(self) -> None:
-        works, self._works = self._works, []  # a second wait for a gloo work never returns
         transfers, self._transfers = self._transfers, []
         if self._failed is not None:
             raise self._communicator.failure(self._what, self._failed)
         try:
             with self._communicator.interruptible_wait(self._awaited):
-                for work in works:
-                    work.wait(self._communicator.timeout)
+                while self._works:  # each only once: a second wait for a gloo work never returns
+                    self._works.popleft().wait(self._communicator.timeout)
                 for transfer in transfers:
                     transfer.wait(self._communicator.timeout.total_seconds())
         except RuntimeError as error:
             self._failed = error
+            self._works.clear()  # gloo has closed the connection
             raise self._communicator.failure(self._what, error) from error
 
 

@@ -34,12 +34,14 @@ class Pool:
         self._streams: dict[int, torch.Stream | None] = {}  # by address of the block: the stream of its last user
         self._borrowed: dict[int, Tensor] = {}
 
-    def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return an undefined 1-D tensor of `elements` of `dtype`."""
+    def borrow(self, elements: int, dtype: torch.dtype, *, small: bool = False) -> Tensor:
+        """Return an undefined 1-D tensor of `elements` of `dtype`; a `small` one takes no block of twice its size or more,
+        which a larger tensor would miss."""
         size = max(1, elements * dtype.itemsize)
-        fitting = [block for block in self._free if block.numel() >= size]
+        fitting = [block for block in self._free if size <= block.numel() and (not small or block.numel() < 2 * size)]
         # Where none fits, the largest is replaced, instead of keeping one that never will
-        block = min(fitting, key=Tensor.numel) if fitting else max(self._free, key=Tensor.numel, default=None)
+        largest = None if small else max(self._free, key=Tensor.numel, default=None)
+        block = min(fitting, key=Tensor.numel) if fitting else largest
         self._free = [other for other in self._free if other is not block]
         former = None if block is None else self._streams.pop(block.data_ptr())
         if block is None or not fitting:

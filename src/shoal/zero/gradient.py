@@ -14,8 +14,16 @@ and within one backward pass two more, both set anew by `begin`:
     reduced_in_pass     this pass has reduced it      set by `reduce`, so it implies `has_sum`
     may_step_early      a step may take the sum now   given to `begin`; cleared once it was offered
 
+With copies of the state (hybrid sharding) the sum of one copy is summed over them, once a step:
+
+    joined      the sum is one over the copies, or becomes one by what is under way     cleared by `reduce`
+
+A pass that ends an accumulation does so at once, if the last step came after a single reduction at such a pass; else the
+step does. A reduction after that counts the joined sum on the first copy alone, so that the next join is right, if rounded
+otherwise than one of all addends.
+
 A pass is `begin`, collection, then `reduce` (with `sum_addends` and `wait_reduced`) or `leave_unreduced`. A step ends with
-`free_buffer` and `mark_consumed`. `reset` and `mark_consumed` clear all four facts.
+`free_buffer` and `mark_consumed`. `reset` and `mark_consumed` clear all facts.
 """
 
 from __future__ import annotations
@@ -55,6 +63,9 @@ class Gradient:
         """Whether a step may still take the sum within the present backward pass: it is not offloaded before."""
         self._norm_wanted = True
         self._replicas = wire.replica_group.replicas
+        self._joined = False
+        self._at_boundary = self._joins_in_pass = False
+        self._boundary_reductions = 0  # since the last step, by passes that end an accumulation
         self._flight: InFlight | None = None
         self._norm: Tensor | None = None
         self._gathered: Tensor | None = None
@@ -130,9 +141,21 @@ class Gradient:
         """Whether a backward pass reduces this gradient: at the boundary where it rests PARTIAL, else always."""
         return sync and not self.transport.skips_sync and (boundary or self.stage.shards_gradients)
 
-    def begin(self, *, may_step_early: bool) -> None:
-        """Start a backward pass; with `may_step_early` a step may take its sum at once."""
+    @property
+    def spans_copies(self) -> bool:
+        """Whether `reduced` is summed over all copies of the state, if there are several."""
+        return self._joined or self._replicas is None
+
+    @property
+    def collectives(self) -> int:
+        """The most collectives, one after the other, that bring the sum of a pass to where it rests."""
+        return 2 if self._replicas is None else 3
+
+    def begin(self, *, may_step_early: bool, boundary: bool) -> None:
+        """Start a backward pass, at the `boundary` of an accumulation or within it; with `may_step_early` a step may take
+        its sum at once."""
         self.may_step_early, self.reduced_in_pass = may_step_early, False
+        self._at_boundary = boundary
         self.accumulator.begin()
 
     def expect_recompute(self) -> None:
@@ -156,24 +179,30 @@ class Gradient:
         """Start reducing the accumulator; slots without a gradient count as zero."""
         self.wait_reduced()
         self._norm = None
+        self._leave_replicas()
+        self._boundary_reductions += self._at_boundary
         self._flight = self.transport.reduce(self)
         self.has_sum = self.reduced_in_pass = True
         self.unreduced = False
 
     def sum_addends(self) -> None:
-        """Wait for the addends, sum them, and start replicating the sum where the master rests replicated."""
+        """Wait for the addends, sum them, and start what follows: the sum over copies of the state, or the replication of a
+        sum that rests replicated."""
         flight = self._flight
         if flight is None or not flight.sum(self._pool):
             return
-        if self._replicates:
+        if self._replicates or self._joined:
             flight.start_replicating(self.reduced)
+        elif self._at_boundary and self._joins_in_pass:
+            self._join()
         else:
             self._flight = None
             self.offload()
 
     def wait_reduced(self) -> None:
         """Wait until `reduced` holds the sum, and offload it unless an early step may take it."""
-        self.sum_addends()
+        while self._flight is not None and not self._flight.summed:
+            self.sum_addends()
         if self._flight is not None:
             self._flight.handle.wait()
             self._flight = None
@@ -239,13 +268,27 @@ class Gradient:
         return whole[self._own_range.start:self._own_range.stop]
 
     def join_replicas(self) -> None:
-        """Add the sums of the other copies of the state: once, when a step begins."""
+        """Add the sums of the other copies of the state, if a backward pass has not: a step begins."""
         if self._replicas is not None and self.has_sum:
             self.wait_reduced()
+            if not self._joined:
+                self._residency.fetch()
+                self._norm = None
+                self._join()
+                self.wait_reduced()
+            self._joins_in_pass = self._boundary_reductions == 1
+
+    def _join(self) -> None:
+        """Start summing `own` over the copies of the state."""
+        self._joined = True
+        self._flight = self.transport.sum_over_replicas(self.own)
+
+    def _leave_replicas(self) -> None:
+        """Leave the sum over the copies of the state to the first copy: another addend comes, and they are summed anew."""
+        if self._joined and self._replicas is not None and self._replicas.rank:
             self._residency.fetch()
-            self._norm = None
-            self.transport.sum_over_replicas(self.own, self._replicas)
-            self.offload()
+            self.own.zero_()
+        self._joined = False
 
     def carry_over(self) -> None:
         """Keep everything that was collected for a later step."""
@@ -283,7 +326,8 @@ class Gradient:
         if self.accumulator.reset(summed=self.has_sum) and self.has_sum:
             self.own.zero_()  # this rank's shard of the residual buffer held the sum
         self._norm = None
-        self.has_sum = self.unreduced = self.reduced_in_pass = self.may_step_early = False
+        self.has_sum = self.unreduced = self.reduced_in_pass = self.may_step_early = self._joined = False
+        self._boundary_reductions = 0
 
     @property
     def is_reset(self) -> bool:

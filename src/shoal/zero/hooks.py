@@ -26,6 +26,7 @@ from shoal.activation import SavedActivations
 from shoal.autograd import in_backward, in_gradient_transform
 from shoal.errors import UsageError
 from shoal.interrupts import unbroken
+from shoal.module_hooks import is_scripted
 from shoal.sparse.embeddings import lookup_indices
 from shoal.zero.backward_hooks import BackwardHooks
 from shoal.zero.compiled import RegionHook, opaque
@@ -88,7 +89,7 @@ class Hooks:
         released = {member.parameter for units in self._units.values() for unit in units if unit.reshards
                     for member in unit.members}
         return [module for module in self._names
-                if module is self._model or not released.isdisjoint(module.parameters())]
+                if module is self._model or not (is_scripted(module) or released.isdisjoint(module.parameters()))]
 
     def remove(self) -> None:
         """Remove all hooks, and every reference to the engine, so that it can be freed."""

@@ -11,6 +11,8 @@ All are spans over the elements whose master rests on this rank, so a chunk of t
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from shoal.tier import JoinedTransfers, ResidentSpan, Span, Tiers, Transfer
 from shoal.tier.disk_span import CHUNK
 from shoal.tier.span import Names
+from shoal.tier.streams import CopyEvent
 from shoal.zero.gradient import Gradient
 
 HOST_PIECE = 1 << 24
@@ -45,8 +48,8 @@ class OptimizerState:
                  gradient: Gradient, names: Names):
         self.unit = unit
         self.store = tiers.state
-        self.staging = tiers.staging
-        """Host memory through which a step on the host writes weights that rest on the device."""
+        self._staging = tiers.staging
+        self._sent: CopyEvent | None = None  # the last copy of stepped weights that the compute stream has not waited for
         self.moments: dict[str, Span] = {}
         self._size, self._names = size, names
         self._on_disk = tiers.weight.granule is not None
@@ -68,6 +71,11 @@ class OptimizerState:
         return self.separate_weights is not None and self._gradient.transport.compresses_weights
 
     @property
+    def rests_on_disk(self) -> bool:
+        """Whether the step fetches some of it, or the weights, from a disk."""
+        return self.store.granule is not None or self._on_disk
+
+    @property
     def granule(self) -> int | None:
         """Elements that are fetched at once; None if nothing is offloaded."""
         spans = [self.master, self._gradient.rest, *([] if self.stepped_weights is None else [self.stepped_weights])]
@@ -83,6 +91,22 @@ class OptimizerState:
                 span.fetch(part.start, part.stop).wait()
             self.moments[kind] = span
         return self.moments[kind].tensor
+
+    @contextmanager
+    def weights_to_send(self, target: Tensor) -> Generator[Tensor]:
+        """Yield host memory for the stepped weights `target` of the device, to which they go when the context ends.
+
+        The copy waits for no work of the compute stream, and no work for the copy until `receive_weights`.
+        """
+        written = self._staging.borrow(target.numel(), target.dtype)
+        yield written
+        self._sent = self._staging.send(written, target)
+
+    def receive_weights(self) -> None:
+        """Have later work of the compute stream wait for the stepped weights that were sent to the device."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.stream_wait()
 
     def prefetch(self, part: range) -> None:
         """Start fetching the moments of `part`, whose step comes soon. (Backward still uses its weights and gradient.)"""

@@ -3,6 +3,7 @@
 A block is a child of a `ModuleList` or `Sequential` whose class occurs there more than once; a large layer, such as an
 embedding, has no children and `LARGE` elements or more. `set_leaf_modules` makes a block of any other module. A parameter
 belongs to the outermost block or large layer that contains it. A parameter that several of them share belongs to the root.
+A module of TorchScript takes no hooks, so it is neither, and its parameters belong to what contains it.
 The weight of embeddings made with `sparse=True` is a unit by itself wherever it is. All parameters of a unit have one dtype,
 are all trainable or all frozen, and rest over the same ranks, so one block may form several units. Parameters that are
 neither floating point nor complex, and those of no elements, stay whole on every rank.
@@ -21,6 +22,7 @@ from torch import nn
 
 from shoal.errors import UsageError
 from shoal.mesh.parameter_groups import ReplicaGroup
+from shoal.module_hooks import is_scripted
 from shoal.sparse.embeddings import has_sparse_gradient, sparse_weights
 from shoal.zero.unit_state import Member
 
@@ -49,6 +51,7 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
 
     def visit(module: nn.Module, prefix: str) -> None:
         children = {} if module in _leaves else dict(module.named_children())
+        children = {name: child for name, child in children.items() if not is_scripted(child)}
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         counts = Counter(type(child) for child in children.values()) if listed else Counter[type]()
         for name, child in children.items():
@@ -60,7 +63,8 @@ def blocks(model: nn.Module) -> dict[nn.Module, str]:
                 visit(child, path + ".")
 
     visit(model, "")
-    return {module: path for path, module in model.named_modules() if module in found or has_sparse_gradient(module)}
+    return {module: path for path, module in model.named_modules()
+            if module in found or (has_sparse_gradient(module) and not is_scripted(module))}
 
 
 def set_leaf_modules(model: nn.Module, leaves: Iterable[nn.Module | type[nn.Module] | str], *,

@@ -21,8 +21,8 @@ from shoal.zero.trainable_unit import TrainableUnit
 __all__ = ["IN_FLIGHT", "BackwardPass", "Reducer", "collect"]
 
 IN_FLIGHT = 1
-"""Reductions under way while the next unit's gradient is collected, so that the borrowed memory is constant. None on one
-rank."""
+"""Collectives of each kind under way while the next unit's gradient is collected, so that the borrowed memory is constant.
+None on one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class Reducer:
         self._order = sorted(gradients, key=lambda gradient: gradient.transport.reduces_after_backward)
         self._in_flight = IN_FLIGHT if ranks > 1 else 0
         self._overlap = overlap
-        self._reducing: deque[Gradient] = deque()
-        self._replicating: deque[Gradient] = deque()
+        self._under_way = [deque[Gradient]() for _ in range(max((each.collectives for each in gradients), default=1))]
+        """Gradients by how many of the collectives of their reduction have ended, oldest first."""
         self._due: list[Gradient] = []
         self._is_due: set[Gradient] = set()
         self._next = 0
@@ -65,7 +65,8 @@ class Reducer:
         self._next = 0
         self._on_reduced = backward.on_reduced
         for gradient in self._order:
-            gradient.begin(may_step_early=backward.on_reduced is not None and gradient in self._is_due)
+            gradient.begin(may_step_early=backward.on_reduced is not None and gradient in self._is_due,
+                           boundary=backward.boundary)
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -73,10 +74,10 @@ class Reducer:
 
         `interrupt` does not wait: a rank that failed earlier may never have launched them.
         """
-        for gradient in (*self._replicating, *self._reducing):
-            gradient.wait_reduced()
-        self._replicating.clear()
-        self._reducing.clear()
+        for gradients in reversed(self._under_way):
+            for gradient in gradients:
+                gradient.wait_reduced()
+            gradients.clear()
 
     def launch_ready(self) -> None:
         """Launch the complete units, in order."""
@@ -125,32 +126,36 @@ class Reducer:
         self._drain()
 
     def _launch(self, gradient: Gradient) -> None:
-        if self._reducing and len(self._reducing) >= self._in_flight:
-            self._sum_oldest()  # returns its buffers to the pool before the next borrows
+        reducing = self._under_way[0]
+        if reducing and len(reducing) >= self._in_flight:
+            self._advance(0)  # returns its buffers to the pool before the next borrows
         gradient.reduce()
-        self._reducing.append(gradient)
-        if len(self._reducing) > self._in_flight:
-            self._sum_oldest()
+        reducing.append(gradient)
+        if len(reducing) > self._in_flight:
+            self._advance(0)
         if not self._overlap:
             self._wait(gradient)
 
-    def _sum_oldest(self) -> None:
-        self._replicating.append(self._reducing.popleft())
-        self._replicating[-1].sum_addends()
-        if len(self._replicating) > self._in_flight:
-            self._wait(self._replicating.popleft())
+    def _advance(self, ended: int) -> None:
+        """End one more collective of the oldest gradient of which so many have `ended`, and start the one that follows."""
+        gradient = self._under_way[ended].popleft()
+        if ended + 1 == len(self._under_way):
+            self._wait(gradient)
+            return
+        following = self._under_way[ended + 1]
+        following.append(gradient)
+        gradient.sum_addends()
+        if len(following) > self._in_flight:
+            self._advance(ended + 1)
 
     def _wait(self, gradient: Gradient) -> None:
         gradient.wait_reduced()
         gradient.hand_to_step(self._on_reduced)
 
     def _drain(self) -> None:
-        for gradient in self._order:
-            gradient.sum_addends()
-        for gradient in self._order:
-            self._wait(gradient)
-        self._reducing.clear()
-        self._replicating.clear()
+        for ended, gradients in enumerate(self._under_way):
+            while gradients:
+                self._advance(ended)
 
 
 def collect(unit: TrainableUnit, slot: int, parameter: nn.Parameter, *, nested: bool = False) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
+from shoal.module_hooks import is_scripted
 from shoal.zero.unit import Unit
 
 __all__ = ["ReplacedParameters", "load_replaced", "replaced_slots"]
@@ -30,7 +31,7 @@ class ReplacedParameters:
         self._released = [unit for unit in self._units if unit.reshards]
         self._views = [(unit, [(member.parameter, slot.start * unit.full.element_size()) for slot, member in zip(
             unit.layout.slots, unit.members, strict=True) if member.parameter.numel()]) for unit in self._units]
-        self._places = [(place, key, parameter, names[parameter]) for place in map(_parameters_of, root.modules())
+        self._places = [(place, key, parameter, names[parameter]) for place in map(_parameters_of, _modules(root))
                         for key, parameter in place.items() if isinstance(parameter, nn.Parameter) and parameter in names]
         self._known = set(root.parameters())
         self._members = _ModuleMembers(root)
@@ -108,15 +109,20 @@ class _ModuleMembers:
     """Which children each module of a root has, and how many parameters: asked before every forward, hence bare dicts."""
 
     def __init__(self, root: nn.Module):
-        self._children = [(children, key, child) for module in root.modules() for children in (_children_of(module),)
+        self._children = [(children, key, child) for module in _modules(root) for children in (_children_of(module),)
                           for key, child in children.items()]
-        self._counts = [(place, len(place)) for module in root.modules()
+        self._counts = [(place, len(place)) for module in _modules(root)
                         for place in (_children_of(module), _parameters_of(module))]
 
     def has_changed(self) -> bool:
         """Whether a module or a parameter was added, or a module removed or replaced."""
         return (any(len(place) != count for place, count in self._counts)
                 or any(children.get(key) is not child for children, key, child in self._children))
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """Return the modules of `root` whose members may change: those of TorchScript do not."""
+    return [module for module in root.modules() if not is_scripted(module)]
 
 
 def _children_of(module: nn.Module) -> dict[str, object]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,29 @@ from shoal.activation import RestingView, SavedActivations, end_interrupted
 from shoal.activation.saved import version_witness
 from shoal.autograd import in_backward, saved_by_checkpoint
 from shoal.errors import TierError, UsageError
-from shoal.zero.compiled import opaque
+from shoal.zero.compiled import opaque, uncompiled
 from shoal.zero.unit import Unit
 
 __all__ = ["SavedTensorTracker", "tracked"]
 
 
-_units: WeakValueDictionary[int, Unit] = WeakValueDictionary()
+_units: dict[int, ReferenceType[Unit]] = {}
 """The units of this process whose weights are released between uses, by the storage of their buffer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+def _track(units: Mapping[int, Unit]) -> None:
+    """Add `units`, by the storage of their buffer, and forget those that are gone."""
+    for storage in [storage for storage, unit in _units.items() if unit() is None]:
+        del _units[storage]
+    _units.update((storage, ref(unit)) for storage, unit in units.items())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class SavedTensor:
-    """A tensor as it was when autograd saved it; apart from its node, for one that held itself would never be freed."""
+    """A tensor as it was when autograd saved it; apart from its node, for one that held itself would never be freed.
+
+    It is not frozen: that would double the time to make one, and autograd saves a tensor in most operations.
+    """
 
     tensor: Tensor
     version: int
@@ -61,7 +71,10 @@ class SavedTensor:
         return self.tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+uncompiled(SavedTensor.__init__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class SavedWeight(SavedTensor):
     """A view of a parameter in the buffer of its unit; kept as numbers: a tensor would count as a storage user."""
 
@@ -85,7 +98,7 @@ class SavedWeight(SavedTensor):
         return copy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SavedActivation(SavedTensor):
     """A tensor whose storage rests outside the compute device; `tensor` is the witness of writes to it."""
 
@@ -113,7 +126,7 @@ class SavedTensorTracker:
         self._resting_weights = {_storage(unit.full) for found in units.values() for unit in found}
         resharding = {module: [unit for unit in found if unit.reshards or track_all] for module, found in units.items()}
         self._weights = {_storage(unit.full): unit for found in resharding.values() for unit in found}
-        _units.update(self._weights)
+        _track(self._weights)
         for module, found in resharding.items():
             for unit in found:
                 unit.set_backward_gather(partial(gather, module, unit))
@@ -138,7 +151,7 @@ class SavedTensorTracker:
         if self._activations is not None:
             self._activations.begin_pass(root)
         if (self._weights or self._activations is not None) and not saved_by_checkpoint():
-            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks = saved_tensors_hooks(self._pack if self._activations is None else self._pack_to_rest, _unpack)
             self._hooks.__enter__()
 
     def see_output(self, output: object) -> None:
@@ -168,8 +181,15 @@ class SavedTensorTracker:
         """Whether `tensor` shares the memory of weights that are released between uses."""
         return _storage(tensor) in self._weights
 
-    @opaque
+    @uncompiled
     def _pack(self, tensor: Tensor) -> SavedTensor:
+        unit = self._unit_of[self._running[-1]]
+        if _storage(tensor) in _units:
+            return _pack_weight(unit, tensor)
+        return SavedTensor(tensor=tensor.detach(), version=tensor._version, unit=unit)
+
+    @opaque
+    def _pack_to_rest(self, tensor: Tensor) -> SavedTensor:
         module = self._running[-1]
         if self._activations is not None and _storage(tensor) not in self._resting_weights:
             try:
@@ -180,7 +200,7 @@ class SavedTensorTracker:
             if resting is not None:
                 return SavedActivation(tensor=version_witness(tensor), version=tensor._version, unit=self._unit_of[module],
                                        resting=resting)
-        return _pack(self._unit_of[module], tensor)
+        return self._pack(tensor)
 
 
 @contextmanager
@@ -190,15 +210,16 @@ def tracked(units: Sequence[Unit]) -> Generator[None]:
     if not found:
         yield
         return
-    _units.update({_storage(unit.full): unit for unit in found})  # also those that no engine drives
-    with saved_tensors_hooks(partial(_pack, found[0]), _unpack):
+    _track({_storage(unit.full): unit for unit in found})  # also those that no engine drives
+    with saved_tensors_hooks(partial(_pack_weight, found[0]), _unpack):
         yield
 
 
 @opaque
-def _pack(unit: Unit, tensor: Tensor) -> SavedTensor:
-    """Pack a tensor that autograd saves in the forward around `unit`."""
-    owner = _units.get(_storage(tensor))
+def _pack_weight(unit: Unit, tensor: Tensor) -> SavedTensor:
+    """Pack a tensor, perhaps of weights, that autograd saves in the forward around `unit`."""
+    reference = _units.get(_storage(tensor))
+    owner = None if reference is None else reference()
     if owner is None:
         return SavedTensor(tensor=tensor.detach(), version=tensor._version, unit=unit)
     base = tensor if tensor._base is None else tensor._base
@@ -211,11 +232,20 @@ def _pack(unit: Unit, tensor: Tensor) -> SavedTensor:
                        view=(tensor.size(), tensor.stride(), int(tensor.storage_offset())))
 
 
-@opaque
+@uncompiled
 def _unpack(saved: SavedTensor) -> Tensor:
+    if saved.__class__ is SavedTensor and saved.tensor._version == saved.version:
+        return saved.tensor
+    return _unpack_other(saved)
+
+
+@opaque
+def _unpack_other(saved: SavedTensor) -> Tensor:
+    """Unpack what rests elsewhere, or was written to."""
     return saved.gathered() if isinstance(saved, SavedWeight) else saved.unchanged()
 
 
+@uncompiled
 def _storage(tensor: Tensor) -> int:
     """Return the identity of the storage, which stays the same while its memory is freed and allocated.
 

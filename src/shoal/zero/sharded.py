@@ -270,7 +270,8 @@ class ShardedModel:
         reduced = [unit for found in units.values() for unit in found
                    if isinstance(unit, TrainableUnit) and not unit.replica_group.spans_stages]
         reducer = Reducer([unit.gradient for unit in reversed(reduced)], overlap=plan.overlap,
-                          ranks=max((unit.communicator.ranks for unit in reduced), default=1),
+                          ranks=max((unit.communicator.ranks * unit.replica_group.state_copies for unit in reduced),
+                                    default=1),
                           spanning_stages=[unit.gradient for unit in self.spanning_stages])
         hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, track_all=plan.in_backward,
                       explicit_passes=explicit_passes, activations=plan.activations)

@@ -188,7 +188,7 @@ class Unit:
         """Start the all-gather of a unit whose weights are on their way, where the ranks hold parts of it."""
         if self.phase is Phase.LOADING and self._gathers_over_ranks:
             with torch.no_grad(), self._loading.following():  # compute before its use waits for neither
-                self._handle = self.weight_transport.gather(self.full)
+                self._handle = self.weight_transport.gather(self.full, self.memory.own)
             self._enter(Phase.IN_FLIGHT)
 
     def gather(self) -> None:
@@ -256,6 +256,7 @@ class Unit:
         if self.phase is Phase.RELEASED and not self.awaits_step:
             self.fetch()
             self._loading.wait()
+            self.memory.load()
             if self.weight_transport.gather_rows(self.full, rows):
                 self._enter(Phase.ROWS_GATHERED)
                 self._unguard()

@@ -65,15 +65,16 @@ class InFlight:
     handle: Handle
     borrowed: list[Tensor] = field(default_factory=list[Tensor])
     replicate: Callable[[Tensor], Handle]
-    """Gives all ranks the shards of the sum, where the master rests replicated."""
-    _summed: bool = field(default=False, init=False)
+    """Gives all ranks the shards of the sum, where it rests replicated."""
+    summed: bool = field(default=False, init=False)
+    """Whether the addends are summed."""
 
     def sum(self, pool: Pool) -> bool:
         """Wait for the addends and sum them, once; return whether this call did."""
-        if self._summed:
+        if self.summed:
             return False
         self.handle.wait()
-        self._summed = True
+        self.summed = True
         while self.borrowed:
             pool.give_back(self.borrowed.pop())
         return True
@@ -110,9 +111,9 @@ class WeightTransport:
         self._gather_label = Label(kind="gather", unit=unit, index=index)
         self._publish_label = Label(kind="publish", unit=unit, index=index)
 
-    def gather(self, full: Tensor) -> Handle:
-        """Give every rank the sharded weights: all shards of `full`, in which each rank has its own."""
-        return self._communicator.all_gather(full, self._gather_label)
+    def gather(self, full: Tensor, own: Tensor | None = None) -> Handle:
+        """Give every rank all shards of the weights `full`. This rank's is `own`, or if that is None in `full` already."""
+        return self._communicator.all_gather(full, self._gather_label, own)
 
     def gather_rows(self, full: Tensor, rows: Tensor) -> bool:
         """Bring `rows` of an embedding to `full`; return False, having done nothing, where the whole is fewer bytes."""
@@ -144,6 +145,8 @@ class DenseTransport(WeightTransport):
         self._before, self._after = factors.before, factors.after
         self._reduce_label = Label(kind="reduce", unit=wire.name, index=wire.index)
         self._replicate_label = Label(kind="replicate", unit=wire.name, index=wire.index)
+        self._replicas = wire.replica_group.replicas
+        self._replicas_index = 0 if self._replicas is None else self._replicas.register()
 
     def accumulator(self, resting: Tensor | None, place: FetchOnce, *, resident: bool) -> GradAccumulator:
         """Return the accumulator of this rank's gradients; `resting` (size,) is their buffer where they rest PARTIAL."""
@@ -179,22 +182,24 @@ class DenseTransport(WeightTransport):
 
     def replicate(self, whole: Tensor) -> Handle:
         """Give every rank the shards of the sum `whole` (1-D)."""
-        return self._replicate_over(self._communicator, whole)
+        return self._replicate_over(self._communicator, whole, self._replicate_label)
 
     def gather_shards(self, whole: Tensor) -> None:
         """Give every rank the shards of `whole` (1-D), unrounded."""
         self._communicator.all_gather(whole, self._replicate_label).wait()
 
-    def sum_over_replicas(self, own: Tensor, replicas: Communicator) -> None:
-        """Sum `own`, this rank's shard, over the other copies of the state."""
+    def sum_over_replicas(self, own: Tensor) -> InFlight:
+        """Start summing `own`, this rank's shard, over the copies of the state; then each copy has a part to replicate."""
+        replicas = self._replicas
+        assert replicas is not None
+        reduce, replicate = (Label(kind=kind, unit=self._reduce_label.unit, index=self._replicas_index)
+                             for kind in ("reduce", "replicate"))
         part = own[replicas.rank * (own.numel() // replicas.ranks):][:own.numel() // replicas.ranks]
-        source = self._on_wire(own)
-        staging = self._pool.borrow(replicas.staging_elements(source.numel()), source.dtype)
-        replicas.reduce_scatter(source, part, staging, self._reduce_label, scale=1.0, accumulate=False).wait()
-        self._pool.give_back(staging)
-        if source is not own:
-            self._pool.give_back(source)
-        self._replicate_over(replicas, own).wait()
+        source = self._on_wire(own, small=True)
+        staging = self._pool.borrow(replicas.staging_elements(source.numel()), source.dtype, small=True)
+        handle = replicas.reduce_scatter(source, part, staging, reduce, scale=1.0, accumulate=False)
+        return InFlight(handle=handle, borrowed=[staging] if source is own else [staging, source],
+                        replicate=lambda whole: self._replicate_over(replicas, whole, replicate))
 
     def _closed_on_wire(self, accumulator: GradAccumulator) -> Tensor:
         source = accumulator.close()
@@ -203,16 +208,16 @@ class DenseTransport(WeightTransport):
             accumulator.give_back(source)
         return wire
 
-    def _on_wire(self, source: Tensor) -> Tensor:
+    def _on_wire(self, source: Tensor, *, small: bool = False) -> Tensor:
         """Return `source` in the wire dtype: itself, or a borrowed copy."""
         if source.dtype == self._dtypes.wire:
             return source
-        return self._pool.borrow(source.numel(), self._dtypes.wire).copy_(source)
+        return self._pool.borrow(source.numel(), self._dtypes.wire, small=small).copy_(source)
 
-    def _replicate_over(self, communicator: Communicator, whole: Tensor) -> Handle:
+    def _replicate_over(self, communicator: Communicator, whole: Tensor, label: Label) -> Handle:
         """All-gather `whole`. Where the wire is narrower every shard is rounded to it, this rank's own too."""
         if self._dtypes.wire.itemsize >= whole.dtype.itemsize:
-            return communicator.all_gather(whole, self._replicate_label)
+            return communicator.all_gather(whole, label)
         narrow = self._pool.borrow(whole.numel(), self._dtypes.wire)
         shards = whole.view(communicator.ranks, -1)
         narrow.view(communicator.ranks, -1)[communicator.rank] = shards[communicator.rank]
@@ -221,7 +226,7 @@ class DenseTransport(WeightTransport):
             whole.copy_(narrow)
             self._pool.give_back(narrow)
 
-        return _HandleWithCallback(communicator.all_gather(narrow, self._replicate_label), widen)
+        return _HandleWithCallback(communicator.all_gather(narrow, label), widen)
 
 
 class RowsTransport(DenseTransport):

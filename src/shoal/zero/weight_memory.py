@@ -43,6 +43,8 @@ class WeightMemory:
             self.rest: Span = ResidentSpan(self.full)
         self.rests_in_full: Final = self._elastic is None or self._elastic.shard_in_full
         """Whether the resting shard is a part of `full`, so that writes to `full` reach it."""
+        self.own: Final = None if self._elastic is None else self._elastic.own
+        """The resting shard, where a gather over ranks is to read it there; None: it is in `full` once that has grown."""
 
     @property
     def is_exposed(self) -> bool:
@@ -54,7 +56,7 @@ class WeightMemory:
         return self._external_refs is not None and storage_use_count(self.full) > self._external_refs - views
 
     def grow(self) -> Transfer:
-        """Allocate the full buffer; when the transfer is done, it holds the resting shard."""
+        """Allocate the full buffer; when the transfer is done, it holds the resting shard, unless `own` does."""
         assert self._elastic is not None
         return self._elastic.grow()
 
