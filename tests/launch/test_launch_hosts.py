@@ -170,7 +170,7 @@ def test_no_host_is_silent_while_the_launcher_itself_is_stopped(quiet_host):
 
 
 def test_hosts_that_a_stopped_launcher_has_left_say_why_they_end(run, script):
-    launch = run("--hosts", hosts(2), "--lost-after", "3", "--no-bind-cores",
+    launch = run("--hosts", hosts(2), "--lost-after", "8", "--no-bind-cores",
                  script("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"))
     ranks = [int(line.rpartition(" ")[2]) for line in launch.read(2)]
     os.kill(launch.pid, signal.SIGSTOP)
@@ -179,7 +179,7 @@ def test_hosts_that_a_stopped_launcher_has_left_say_why_they_end(run, script):
     os.kill(launch.pid, signal.SIGCONT)
     code, _, err = launch.end()
     assert code == 128 + signal.SIGTERM, err
-    assert err.count("] nothing came from the launcher for 3 s: the ranks end\n") == 2, err
+    assert err.count("] nothing came from the launcher for 8 s: the ranks end\n") == 2, err
     assert "is lost" not in err
 
 
