@@ -87,6 +87,16 @@ def test_each_node_leaves_the_report_of_its_ranks(run, script, free_port, tmp_pa
     assert found in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("failing", ["1", "0"])
+def test_a_node_whose_ranks_end_well_does_not_wait_for_one_that_failed(run, script, free_port, tmp_path, failing):
+    path = script(f"import os\nassert os.environ['RANK'] != {failing!r}")
+    command = ("--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores", path)
+    launches = [run("--node-rank", str(node), *command) for node in range(2)]
+    ended = [launch.end() for launch in launches]
+    assert sorted(code for code, _, _ in ended) == [0, 1], ended
+    assert sum("AssertionError" in err for _, _, err in ended) == 1, ended
+
+
 def doctor_arguments(target):
     """Return the arguments of `shoal doctor TARGET`."""
     parser = argparse.ArgumentParser()

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -49,6 +49,8 @@ from shoal.recording.page import PAGES
 
 __all__ = ["Agent", "launch"]
 
+_ENDED = "shoal/ended"
+"""The key of a node in the store of an attempt whose ranks have ended for good."""
 MONITOR_INTERVAL = 0.05
 """Seconds between two checks of the ranks."""
 ORPHAN_GRACE = 5.0
@@ -59,6 +61,8 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
 """A node is lost when its agent has sent no heartbeat for so many seconds, times so many. Agents compare the time of
 a heartbeat with their own clocks, so the clocks of nodes must not differ by more."""
+EXIT_WAIT = 300.0
+"""Seconds that a node whose ranks have ended well waits for those of the others; torch's default."""
 LAST_CALL = 4
 """Seconds to wait for more nodes once the least number has joined. A node that joins later restarts the rendezvous."""
 
@@ -181,10 +185,36 @@ class Agent(LocalElasticAgent):
         try:
             self.run()
         finally:
+            self._say_ended()
             self._end_heartbeats()
             if self._spare is not None:
                 self._spare.close()
         return failure.status_code(failure.first(self.failures).status) if self.failures else 0
+
+    def _exit_barrier(self) -> None:
+        """Wait until the ranks of every node have ended, whichever way: this node may serve the store that theirs need.
+
+        torch's own is reached only by nodes whose ranks end well, and waits for one that has failed until its timeout.
+        """
+        self._say_ended()
+        store, end = cast(Store, self._worker_group.store), time.monotonic() + EXIT_WAIT
+        others = set(range(cast(int, self._worker_group.group_world_size))) - {self._worker_group.group_rank}
+        self._in_exit_barrier = True  # torch's health check asks for it
+        try:
+            while others and time.monotonic() < end:
+                lost = {} if self._heartbeats is None else self._heartbeats.silent_for
+                others = {node for node in others if node not in lost and not store.check([f"{_ENDED}/{node}"])}
+                time.sleep(MONITOR_INTERVAL)
+        except RuntimeError:  # the store has ended, and with it the node that served it
+            return
+        finally:
+            self._in_exit_barrier = False
+
+    def _say_ended(self) -> None:
+        """Tell the other nodes that the ranks of this one have ended, and do not start again."""
+        if self._worker_group.store is not None:
+            with suppress(RuntimeError):
+                cast(Store, self._worker_group.store).set(f"{_ENDED}/{self._worker_group.group_rank}", "")
 
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> RunResult:
