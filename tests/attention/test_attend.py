@@ -247,6 +247,37 @@ def test_operands_may_be_transposed_views() -> None:
     close(passes("native", tensors, blocks), passes("reference", tensors, blocks))
 
 
+@pytest.mark.parametrize("backend", FAST)
+def test_lazily_negated_views_have_their_values(backend: Any) -> None:
+    blocks = random_blocks(1, 4, 16)
+    tensors = operands(blocks, 2, 1, 16)
+    options = {"bias": torch.rand(blocks.length, blocks.kv_length), "key_padding": torch.rand(2, blocks.kv_length)}
+    for turned in range(5):  # an operand, the bias or the mask; and the gradient each time
+        results: list[list[Tensor]] = []
+        for negate in (torch.neg, torch._neg_view):
+            leaves = [each.clone().requires_grad_() for each in tensors]
+            given = [*leaves, *options.values()]
+            given[turned] = negate(given[turned])
+            query, key, value, bias, padding = given
+            output = attend(query, key, value, blocks, bias=bias, key_padding=padding, backend=backend)
+            gradient = torch.ones(output.shape)
+            results.append([output.detach(), *torch.autograd.grad(output, leaves, negate(gradient))])
+        assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e5m2])
+def test_a_bias_of_any_float_dtype_is_added_and_has_its_gradient(backend: Any, dtype: torch.dtype) -> None:
+    blocks = random_blocks(1, 4, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    bias = torch.randn(blocks.length, blocks.kv_length, generator=torch.Generator().manual_seed(4)).to(dtype)
+    *got, to_bias = passes(backend, tensors, blocks, bias=bias)
+    *expected, expected_to_bias = passes("reference", tensors, blocks, bias=bias.float())
+    close(got, expected)
+    assert to_bias.dtype == dtype
+    close([to_bias.float()], [expected_to_bias.to(dtype).float()], 1e-5 if dtype == torch.float64 else 0.25)
+
+
 def test_gradients_equal_finite_differences() -> None:
     blocks = random_blocks(1, 3, 16)
     query, key, value = operands(blocks, 1, 1, 16, batches=1)

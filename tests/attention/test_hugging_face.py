@@ -226,6 +226,23 @@ def test_a_mask_that_is_alike_for_all_queries_is_taken(kind: str, length: int) -
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("mask", [
+    torch.ones(1, 53, 53).tril().bool(), torch.ones(1, 53, 53).tril(), torch.ones(1, 1, 53, 53).tril().long(),
+    torch.ones(1, 1, 1, 53).long()])
+def test_a_mask_of_other_dims_or_whole_numbers_is_refused(name: str, mask: Tensor) -> None:
+    model = sparse(build(name), DenseSparsityConfig(4, 16))
+    with pytest.raises(UsageError, match=r"the mask is \(1, .*53\) of torch.*; give \(batch, length\) of 0 and 1, or"):
+        model(input_ids=tokens(53, batch=1), attention_mask=mask)
+
+
+def test_a_padding_mask_that_is_too_short_hides_the_rest() -> None:
+    model, mask = build("llama"), torch.ones(2, 41, dtype=torch.long)
+    expected = model(input_ids=tokens(53), attention_mask=mask).logits
+    got = sparse(model, DenseSparsityConfig(4, 16))(input_ids=tokens(53), attention_mask=mask).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6)
+
+
 def test_packed_sequences_do_not_see_each_other() -> None:
     model = build("llama")
     ids, positions = tokens(64), torch.cat([torch.arange(30), torch.arange(34)])[None].expand(2, -1)

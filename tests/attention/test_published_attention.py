@@ -229,6 +229,9 @@ def test_the_softmax_of_blocks_hides_by_finite_numbers_as_by_infinite_ones() -> 
     ({"attn_mask": torch.zeros(32, 32), "attn_mask_mode": "x"}, "attn_mask_mode is 'add' or 'mul'; got 'x'"),
     ({"key_padding_mask": torch.zeros(2, 31)}, r"key_padding_mask is \(2, 32\) here.*; got \(2, 31\)"),
     ({"key_padding_mask": torch.full((2, 32), torch.nan)}, "key_padding_mask has NaN"),
+    ({"key_padding_mask": torch.full((2, 32), torch.nan), "key_padding_mask_mode": "mul"}, "key_padding_mask has NaN"),
+    ({"attn_mask": torch.full((32, 32), torch.inf)}, r"attn_mask has \+inf"),
+    ({"key_padding_mask": torch.ones(2, 32).long()}, r"has whole numbers above 0.*give key_padding_mask\.bool"),
 ])  # fmt: skip
 def test_masks_that_do_not_fit_the_softmax_are_refused(given: dict[str, Any], text: str) -> None:
     softmax = Softmax(torch.ones(1, 2, 2, dtype=torch.int64), 16)

@@ -168,10 +168,10 @@ def _kernel_call(call: AttentionCall) -> native.KernelCall:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Return `tensor` in fp32 with a head dim that the kernel takes."""
+    """Return `tensor` in fp32, with its signs in memory (not as a lazily negated view), and a head dim of the kernel."""
     missing = -tensor.shape[-1] % native.UNIT
     wide = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-    wide = wide.float()
+    wide = wide.float().resolve_neg()
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
@@ -373,7 +373,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
 
 
 def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return the bias with four dims; raise UsageError where it does not fit."""
+    """Return the bias with four dims, in a dtype that kernels read; raise UsageError where it does not fit."""
     whole = (*query.shape[:3], key.shape[2])
     wide = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if 2 <= bias.dim() <= 4 else bias
     fits = (wide.dim() == 4 and wide.shape[2:] == whole[2:] and wide.shape[0] in (1, whole[0])
@@ -381,6 +381,7 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if not fits or not bias.is_floating_point() or bias.device != query.device:
         raise UsageError(f"attend: bias is (batches or 1, heads or 1, length, kv_length), here {whole}, of a float dtype on "
                          f"{query.device}; got {tuple(bias.shape)}, {bias.dtype}, {bias.device}")
+    wide = (wide if wide.dtype in _DTYPES else wide.float()).resolve_neg()
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
@@ -403,7 +404,7 @@ def _term(name: str, tensor: object, mode: Mode, shape: tuple[int, int], device:
         warn_once(f"attend: {name} requires a gradient, and gets none: give what is learned as bias")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
         tensor = tensor.float()
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().contiguous().resolve_neg()
     return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
 
 

@@ -128,7 +128,8 @@ class Softmax(_OfLayout):
 
 
 def _check_mask(name: str, mask: Tensor | None, mode: str, shape: tuple[int, ...]) -> None:
-    """Raise UsageError for a mask that does not expand to `shape`, of which the first dims may be 1 or missing."""
+    """Raise UsageError for a mask that does not expand to `shape`, of which the first dims may be 1 or missing; for NaN; and
+    for +inf, or a mask of 0 and 1 in whole numbers, where it is added."""
     if mode not in ("add", "mul"):
         raise UsageError(f"Softmax: {name}_mode is 'add' or 'mul'; got {mode!r}")
     if mask is None:
@@ -138,8 +139,15 @@ def _check_mask(name: str, mask: Tensor | None, mode: str, shape: tuple[int, ...
         size in (1, whole) for size, whole in zip(mask.shape[::-1], shape[::-1], strict=False))
     if not fits:
         raise UsageError(f"Softmax: {name} is {shape} here, where the first dims may be 1; got {tuple(mask.shape)}")
-    if mask.device == HOST and mask.is_floating_point() and bool(mask.isnan().any()):  # elsewhere it would wait
-        raise UsageError(f"Softmax: {name} has NaN; where nothing is to be masked give 0 in mode 'add', 1 in mode 'mul'")
+    if mask.device != HOST:  # it would wait
+        return
+    added = mode == "add" and mask.dtype != torch.bool
+    if added and not mask.is_floating_point() and mask.numel() and int(mask.max()) > 0:
+        raise UsageError(f"Softmax: {name} has whole numbers above 0 ({mask.dtype}), which mode 'add' would add to scores; "
+                         f"where they say what is seen give {name}.bool(), or mode 'mul'")
+    if mask.is_floating_point() and bool((~(mask < torch.inf) if added else mask.isnan()).any()):
+        raise UsageError(f"Softmax: {name} has {'NaN' if bool(mask.isnan().any()) else '+inf'}; where nothing is to be "
+                         f"masked give 0 in mode 'add', 1 in mode 'mul'")
 
 
 def _added(mask: Tensor, mode: Mode) -> Tensor:

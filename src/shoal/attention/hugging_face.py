@@ -212,12 +212,14 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
     """Return the mask of a call: the padding (batch, length), None without padding, or (batch, 1, length, kv_length)."""
     from transformers import masking_utils
 
+    _check_mask(attention_mask)
     mask_function = mask_function or masking_utils.causal_mask_function
     plain = mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
     if plain and q_length == kv_length and kv_offset == 0:
-        if attention_mask is None or bool(attention_mask.all()):
+        if attention_mask is None:
             return None
-        return F.pad(attention_mask[:, :kv_length], (0, max(kv_length - attention_mask.shape[1], 0)))
+        padding = F.pad(attention_mask[:, :kv_length], (0, max(kv_length - attention_mask.shape[1], 0)))
+        return None if bool(padding.all()) else padding
     if not plain and q_length == kv_length:
         warn_once(f"{NAME}: this model masks more than padding (packed sequences, or a sliding window of its own): a mask "
                   f"of length x length is made, whose memory grows with the square")
@@ -231,10 +233,19 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
     return torch.cat([mask[:, :, :-1], mask[:, :, -1:] | own], 2)  # by it `attend_cached` finds the rows: it may be padding
 
 
+def _check_mask(mask: Tensor | None) -> None:
+    """Raise UsageError for a mask that neither says what is padding nor what each query sees."""
+    if mask is None or mask.dim() == 2 or (mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point())):
+        return
+    raise UsageError(f"{NAME}: the mask is {tuple(mask.shape)} of {mask.dtype}; give (batch, length) of 0 and 1, or "
+                     f"(batch, 1, queries, keys), either bool, True where a query sees a key, or float, added to the scores")
+
+
 def attend_whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                  bias: Tensor | None, *, causal: bool, dropout: float, scale: float | None, backend: Backend,
                  first_head: int) -> Tensor:
-    """Return the attention of a sequence to itself: (batch, heads, length, dim)."""
+    """Return the attention of a sequence to itself: (batch, heads, length, dim). Raises UsageError for other masks."""
+    _check_mask(mask)
     length, block = query.shape[2], structure.block
     missing = -length % block
     padded = length + missing
@@ -276,6 +287,7 @@ def attend_cached(structure: SparsityConfig | None, query: Tensor, key: Tensor, 
     `mask` is of the positions, of which the keys are the last (batch, heads or 1, queries, positions), or says which of
     them are padding (batch, positions).
     """
+    _check_mask(mask)
     queries, keys, device = query.shape[2], key.shape[2], query.device
     if mask is not None and mask.shape[-1] < keys:
         raise UsageError(f"{NAME}: the mask is {tuple(mask.shape)}, and there are {keys} keys; give a mask of "

@@ -135,6 +135,7 @@ def _constants(call: AttentionCall, query: Tensor) -> dict[str, Any]:
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_neg()  # kernels read memory, in which a lazily negated view has other signs
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
