@@ -61,8 +61,8 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
 """A node is lost when its agent has sent no heartbeat for so many seconds, times so many. Agents compare the time of
 a heartbeat with their own clocks, so the clocks of nodes must not differ by more."""
-EXIT_WAIT = 300.0
-"""Seconds that a node whose ranks have ended well waits for those of the others; torch's default."""
+EXIT_INTERVAL = 0.5
+"""Seconds between two looks of a node whose ranks have ended well at those of the others."""
 LAST_CALL = 4
 """Seconds to wait for more nodes once the least number has joined. A node that joins later restarts the rendezvous."""
 
@@ -197,14 +197,15 @@ class Agent(LocalElasticAgent):
         torch's own is reached only by nodes whose ranks end well, and waits for one that has failed until its timeout.
         """
         self._say_ended()
-        store, end = cast(Store, self._worker_group.store), time.monotonic() + EXIT_WAIT
-        others = set(range(cast(int, self._worker_group.group_world_size))) - {self._worker_group.group_rank}
+        store, end = cast(Store, self._worker_group.store), time.monotonic() + self._exit_barrier_timeout
+        nodes = range(cast(int, self._worker_group.group_world_size))
         self._in_exit_barrier = True  # torch's health check asks for it
         try:
-            while others and time.monotonic() < end:
+            while time.monotonic() < end:
                 lost = {} if self._heartbeats is None else self._heartbeats.silent_for
-                others = {node for node in others if node not in lost and not store.check([f"{_ENDED}/{node}"])}
-                time.sleep(MONITOR_INTERVAL)
+                if store.check([f"{_ENDED}/{node}" for node in nodes if node not in lost]):  # one message
+                    return
+                time.sleep(EXIT_INTERVAL)
         except RuntimeError:  # the store has ended, and with it the node that served it
             return
         finally:
