@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import LaunchError
 from shoal.launch import doctor
 from shoal.launch.addresses import facing, own_addresses
-from shoal.launch.agent import multi_node_rendezvous
+from shoal.launch.rendezvous import multi_node_rendezvous
 
 TRAIN = """
 import os, sys, time, torch, shoal

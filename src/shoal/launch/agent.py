@@ -18,22 +18,17 @@ import socket
 import sys
 import time
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
-from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
-from shoal.launch.addresses import INTERFACE, facing, interface_of
 from shoal.launch.console import Console, counted
 from shoal.launch.doctor import page_of
 from shoal.launch.failure import REPORT, Failure
@@ -42,6 +37,7 @@ from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.orphans import Guardian, memory_folder
+from shoal.launch.rendezvous import SingleNodeRendezvous, first_line, multi_node_rendezvous
 from shoal.launch.spares import Spare, serves_here
 from shoal.launch.streams import RankStreams
 from shoal.launch.watching import Reaction, WatchedRank
@@ -57,14 +53,8 @@ ORPHAN_GRACE = 5.0
 """Seconds that orphaned child processes of ranks have to exit after SIGTERM, before SIGKILL."""
 CAUSE = 1.0
 """Seconds to wait for the root cause while all errors so far are lost connections."""
-LOOPBACK = "127.0.0.1"
-KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
-"""A node is lost when its agent has sent no heartbeat for so many seconds, times so many. Agents compare the time of
-a heartbeat with their own clocks, so the clocks of nodes must not differ by more."""
 EXIT_INTERVAL = 0.5
 """Seconds between two looks of a node whose ranks have ended well at those of the others."""
-LAST_CALL = 4
-"""Seconds to wait for more nodes once the least number has joined. A node that joins later restarts the rendezvous."""
 
 
 def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: ClusterRendezvous | None = None) -> int:
@@ -94,7 +84,7 @@ def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: Clus
     except SignalException as stop:
         return 128 + stop.sigval
     except RendezvousError as error:
-        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {_first_line(error)}") from error
+        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {first_line(error)}") from error
     finally:
         files.close()
 
@@ -381,88 +371,6 @@ class Agent(LocalElasticAgent):
                     self.console.status(f"shoal run: {path} cannot be written: {error.strerror}")
 
 
-class SingleNodeRendezvous(RendezvousHandler):
-    """The rendezvous of a single node. It completes at once and gives the ranks of every attempt a new store."""
-
-    def __init__(self, job: str, port: int = 0) -> None:
-        self.job = job
-        self.port = port
-        self._server: TCPStore | None = None
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next attempt, on the given port or one that the system chooses."""
-        self._server = None  # a given port is free again for the next attempt
-        try:
-            self._server = TCPStore(LOOPBACK, self.port, is_master=True, wait_for_workers=False,
-                                    timeout=timedelta(minutes=5))
-        except RuntimeError as error:
-            raise LaunchError(f"--port: port {self.port} of {socket.gethostname()} cannot be opened: {_first_line(error)}; "
-                              "choose another, or leave it out for a free one") from error
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._server.port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks are clients of the launcher's store."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name of this backend."""
-        return "one-node"
-
-    def is_closed(self) -> bool:
-        """Return False: this rendezvous never closes."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: this rendezvous never closes."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no other node can join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the job name."""
-        return self.job
-
-    def shutdown(self) -> bool:
-        """Close the store."""
-        self._server = None
-        return True
-
-
-def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts: bool | None) -> RendezvousHandler:
-    """Return torch's c10d rendezvous of the nodes of `job` at `endpoint` (host:port).
-
-    `hosts` says whether this node serves the rendezvous store; None: it does if the address is one of its own, and the
-    first there. Other nodes reach it at that address, and any other node at the one with which it reaches the store, so that
-    no name of a node has to resolve. The ranks use a separate store, so that no attempt reads the addresses of an earlier
-    attempt.
-    """
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    host = endpoint.rpartition(":")[0].strip("[]")
-    try:
-        own, is_here = facing(host)
-    except OSError as error:
-        raise LaunchError(f"--rendezvous {endpoint}: {socket.gethostname()} cannot reach {host}: {error.strerror}; give an "
-                          "address of the node that hosts it") from error
-    if INTERFACE not in os.environ and (interface := interface_of(own)) is not None:
-        os.environ[INTERFACE] = interface
-
-    def create(is_host: bool) -> RendezvousHandler:
-        parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
-                                          max_nodes=nodes[1], local_addr=host if is_host else own, is_host=is_host,
-                                          last_call_timeout=LAST_CALL, **KEEP_ALIVE)
-        backend, store = create_backend(parameters)
-        return create_handler(store, backend, parameters)
-
-    try:
-        return create(is_here if hosts is None else hosts)
-    except RendezvousError:
-        if hosts is not None or not is_here:
-            raise
-        return create(False)  # another agent on this host serves it
-
-
 def exit_status(pid: int) -> int | None:
     """Return the exit code of child `pid`, minus the signal that killed it, or None if it runs. Does not reap it.
 
@@ -501,8 +409,3 @@ def _shares(plan: LaunchPlan, ranks: int, console: Console) -> list[cores.CoreSh
                        "cores, and each uses one thread")
     shares = cores.shares(ranks, groups, cores.gpu_nodes(ranks, os.environ.get("CUDA_VISIBLE_DEVICES")))
     return shares if plan.bind_cores else [cores.CoreShare(cores=(), threads=share.threads) for share in shares]
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an error of torch says, without the stack of its libraries."""
-    return str(error).partition("Exception raised from")[0].strip().partition("\n")[0]
