@@ -35,6 +35,7 @@ from shoal.errors import CollectiveFailed, CollectiveTimeout, RanksDisagree
 from shoal.recording import Call, Traffic, Watched, over, traffic
 from shoal.recording.call import Handle
 from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
+from shoal.transport.gloo_threads import let_ranks_go_first
 from shoal.transport.native_watch import IssuedOrder, LaunchedCollectives, first_difference
 from shoal.transport.peer_memory import PeerMemory, PeerTransfer, peer_memory_of
 from shoal.transport.reduction import DONE, Reduction, chunks, sum_addends
@@ -125,6 +126,7 @@ class Communicator:
         self._order = IssuedOrder()
         self._begun = _begun.setdefault(group, Counter())
         self._finish_dropped()
+        let_ranks_go_first()
         self._name = f"{group.group_name} {self.members[0]}"
         self._peer_memory: PeerMemory | None = None
         if direct_bytes is not None and self.ranks > 1 and not self.native:

@@ -30,6 +30,7 @@ from shoal.device import current_device as current_accelerator
 from shoal.errors import LaunchError, RanksDisagree, UsageError
 from shoal.log import logger, set_rank, warn_once
 from shoal.recording.page import PAGES, page
+from shoal.transport.gloo_threads import let_ranks_go_first
 from shoal.transport.launcher_env import RankInfo, discover
 
 __all__ = ["agent_memory", "device", "init_distributed"]
@@ -114,6 +115,7 @@ def group_of(rank_lists: Sequence[tuple[int, ...]], *, backend: str | None = Non
         group = dist.new_group(list(ranks), backend=backend)
         if isinstance(group, dist.ProcessGroup):
             own = group
+    let_ranks_go_first()
     return own
 
 
