@@ -144,10 +144,10 @@ def needs_operators(*tensors: Tensor) -> bool:
     """Return whether code must compute by torch's operators, and not by kernels that take the addresses of `tensors`.
 
     Others follow the operators there (torch.compile, torch.func, a trace), or a tensor is of a subclass: a DTensor or one of
-    FakeTensorMode has no memory of its own.
+    FakeTensorMode has no memory of its own. The memory of a lazily negated view has other signs.
     """
     return (torch.compiler.is_compiling() or in_function_transform() or in_trace()
-            or any(type(tensor) not in _PLAIN for tensor in tensors))
+            or any(type(tensor) not in _PLAIN or tensor.is_neg() for tensor in tensors))
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -325,6 +325,24 @@ def test_a_pass_takes_no_address_of_a_tensor_without_memory(name: str) -> None:
         assert operation(*map(mode.from_tensor, given)).shape == given[0].shape
 
 
+def negated(value: Tensor) -> Tensor:
+    """Return a view of these values whose memory holds them with the other sign, as `.imag` of a conjugate is."""
+    return torch._neg_view(value.neg())
+
+
+@pytest.mark.parametrize("name", [*FOLLOWED, "cross_entropy"])
+def test_lazily_negated_operands_and_gradients_have_their_signs(name: str) -> None:
+    operation, given = FOLLOWED.get(name) or (
+        lambda x: cross_entropy(x, torch.arange(6), reduction="none"), [torch.randn(6, DIM)])
+    results: list[list[Tensor]] = []
+    for view in (Tensor.clone, negated):
+        leaves = [each.clone().requires_grad_() for each in given]
+        output = operation(*(view(leaf) for leaf in leaves))
+        output.register_hook(view)
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
 def test_a_gain_of_another_dtype_is_refused() -> None:
     x, gain = torch.randn(4, DIM), torch.ones(DIM)
     with pytest.raises(UsageError, match=r"dropout_add_norm: got a gain of torch.bfloat16 and a shift of torch.float32"):

@@ -102,7 +102,7 @@ class _CrossEntropyPass(torch.autograd.Function):
             losses = ctx.form.by_torch(logits, targets, targets >= 0)
             return torch.autograd.grad(losses, logits, gradient, create_graph=True)[0], None, None
         of_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device).copy_(logits)
-        found = ctx.form.fused(of_logits.view(-1, logits.shape[-1]), targets, gradient.float())
+        found = ctx.form.fused(of_logits.view(-1, logits.shape[-1]), targets, gradient.float().resolve_neg())
         assert found is not None
         return of_logits, None, None
 

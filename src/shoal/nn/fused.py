@@ -96,11 +96,11 @@ class _RmsNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             of_x, of_gain = differentiable_gradients(partial(_plain_rms_norm, eps=ctx.eps), (x, gain), gradient)
             return of_x, of_gain, None
-        rows, flat = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, x.shape[-1])
+        rows, flat = x.reshape(-1, x.shape[-1]), _rows(gradient)
         if _native(x, gain) and gradient.dtype == torch.float32:
-            of_x, of_gain = native.rms_norm_backward(flat.contiguous(), rows.contiguous(), gain.contiguous(), rates)
+            of_x, of_gain = native.rms_norm_backward(flat, rows.contiguous(), gain.contiguous(), rates)
         elif (passes := triton_passes(rows, gain, flat)) is not None:
-            of_x, of_gain = passes.rms_norm_backward(flat.contiguous(), rows.contiguous(), gain.contiguous(), rates)
+            of_x, of_gain = passes.rms_norm_backward(flat, rows.contiguous(), gain.contiguous(), rates)
         else:
             unit = rows.to(rates.dtype) * rates[:, None]
             scaled = flat.to(rates.dtype) * gain
@@ -171,8 +171,8 @@ def _plain_turn(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return the tensor as a contiguous matrix (rows, columns)."""
-    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+    """Return the tensor as a matrix (rows, columns) whose memory holds its values."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous().resolve_neg()
 
 
 def _native(*tensors: Tensor) -> bool:

@@ -348,5 +348,5 @@ def _shaped(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return the tensor as a contiguous matrix (rows, columns)."""
-    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+    """Return the tensor as a matrix (rows, columns) whose memory holds its values."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous().resolve_neg()
