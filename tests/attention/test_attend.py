@@ -354,6 +354,7 @@ def _bad(**changes: Any) -> dict[str, Any]:
     (_bad(key_padding=torch.ones(1, 64, dtype=torch.long)), "key_padding has whole numbers above 0 (torch.int64)"),
     (_bad(mask=torch.ones(64, 64, dtype=torch.uint8)), "give mask.bool(), or mode 'mul'"),
     (_bad(scale=torch.nan), "scale is a finite number; got nan"),
+    (_bad(scale="x"), "scale is a finite number; got 'x'"),
     (_bad(key=torch.zeros(1, 0, 64, 8), value=torch.zeros(1, 0, 64, 8)), "at least one head"),
     (_bad(query=torch.zeros(1, 2, 64, 0), key=torch.zeros(1, 2, 64, 0), value=torch.zeros(1, 2, 64, 0)), "at least 1; got"),
     (_bad(bias=torch.zeros(3, 64, 64)), "bias is (batches or 1, heads or 1, length, kv_length)"),

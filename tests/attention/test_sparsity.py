@@ -238,6 +238,8 @@ class Smaller(SparsityConfig):
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no multiple": (lambda: DenseSparsityConfig(1).make_layout(100), ValueError, "multiple of the block, 16; pad .* to 112"),
+    "a float length": (lambda: DenseSparsityConfig(1).make_layout(64.0), ValueError, "length 64.0; give a whole"),  # pyright: ignore
+    "an array": (lambda: Blocks.of(np.ones((1, 4, 4)), BLOCK), UsageError, "got ndarray: give torch.as_tensor"),  # pyright: ignore
     "no length": (lambda: DenseSparsityConfig(1).setup_layout(0), ValueError, "length 0"),
     "no heads": (lambda: DenseSparsityConfig(0), ValueError, "num_heads: got 0"),
     "half a position": (lambda: DenseSparsityConfig(1, 2.5), ValueError, "block: got 2.5; give a whole number"),  # pyright: ignore

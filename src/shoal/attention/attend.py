@@ -21,6 +21,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite, sqrt
+from numbers import Real
 from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -409,9 +410,9 @@ def _term(name: str, tensor: object, mode: Mode, shape: tuple[int, int], device:
 
 
 def scale_of(scale: float | None, dim: int) -> float:
-    """Return the scale of scores, by default 1 / sqrt(dim). Raises UsageError for one that is not finite."""
-    if scale is not None and not isfinite(scale):
-        raise UsageError(f"attend: scale is a finite number; got {scale}: leave it out for 1 / sqrt(head dim)")
+    """Return the scale of scores, by default 1 / sqrt(dim). Raises UsageError for one that is no finite number."""
+    if scale is not None and not (isinstance(scale, Real) and isfinite(scale)):  # pyright: ignore
+        raise UsageError(f"attend: scale is a finite number; got {scale!r}: leave it out for 1 / sqrt(head dim)")
     return 1.0 / sqrt(dim) if scale is None else scale
 
 

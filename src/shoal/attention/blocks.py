@@ -56,6 +56,9 @@ class Blocks:
 
         Raises UsageError for another shape, other entries, or a block of no positions.
         """
+        if not isinstance(layout, Tensor):  # pyright: ignore  code without types
+            raise UsageError(f"a layout is a tensor (heads, query blocks, key blocks); got {type(layout).__name__}: give "
+                             f"torch.as_tensor(layout)")
         if layout.dim() != 3 or not layout.numel():
             raise UsageError("a layout has the shape (heads, query blocks, key blocks), each at least 1; "
                              f"got {tuple(layout.shape)}")

@@ -121,6 +121,10 @@ class SparsityConfig:
 
     def _count(self, seq_len: int) -> int:
         """Return the number of blocks in a row."""
+        if isinstance(seq_len, bool) or not isinstance(seq_len, Integral):
+            raise ConfigError(f"{self._name}: got length {seq_len!r}; give a whole number of positions, a multiple of the "
+                              f"block, {self.block}")
+        seq_len = int(seq_len)
         if seq_len < 1 or seq_len % self.block:
             padded = -(-max(seq_len, 1) // self.block) * self.block
             raise ConfigError(f"{self._name}: got length {seq_len}, which is no multiple of the block, {self.block}; pad "
