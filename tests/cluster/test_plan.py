@@ -81,7 +81,8 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--launcher pdsh x.py", "--launcher pdsh: give --hostfile FILE or --hosts LIST"),
     ("--launcher slurm x.py", "--launcher slurm without a hostfile: give --ranks N, the ranks on each node"),
     ("--include a x.py", "--include and --exclude select hosts of a hostfile; give --hostfile FILE"),
-    ("--core-list 1-x x.py", "--core-list: got '1-x'; write numbers and ranges, such as 0-7,16"),
+    ("--core-list 1-x x.py", "--core-list: got '1-x'; write numbers below 100000 and ranges, such as 0-7,16"),
+    ("--core-list 0-999999999 x.py", "--core-list: got '0-999999999'; write numbers below 100000"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
     assert f"shoal run: {message}" in refused(capsys, *words.split())
@@ -154,6 +155,12 @@ def test_a_setup_script_is_sourced_before_the_command(tmp_path: Path) -> None:
     (tmp_path / "set up").write_text("X='from setup'\nexport X\n")
     start = Start(hosts=("a",), command=("sh", "-c", 'echo "$X $0"'), setup=str(tmp_path / "set up"))
     assert subprocess.run(start.words("5"), capture_output=True, text=True, check=True).stdout == "from setup 5\n"
+    for text in (None, "false\n"):
+        (tmp_path / "set up").unlink() if text is None else (tmp_path / "set up").write_text(text)
+        done = subprocess.run(start.words("5"), capture_output=True, text=True, check=False)
+        assert done.returncode == 3
+        said = f"--setup {tmp_path / 'set up'}: it cannot be read there, or ends with an error; give a script"
+        assert explain(done.stderr.splitlines()).startswith(said)
 
 
 def test_the_program_of_another_product_is_not_taken() -> None:

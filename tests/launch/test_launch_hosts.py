@@ -185,6 +185,22 @@ def test_hosts_that_a_stopped_launcher_has_left_say_why_they_end(run, script, co
     assert "is lost" not in err
 
 
+def test_a_job_that_is_suspended_as_a_whole_goes_on(run, script, tmp_path):
+    os.mkfifo(tmp_path / "go")
+    launch = run("--hosts", hosts(1), "--lost-after", "3", "--no-bind-cores",
+                 script("import sys\nprint('begun', flush=True)\nprint(open(sys.argv[1]).read())"), str(tmp_path / "go"))
+    assert launch.read(1)[0].endswith("begun")
+    family = [launch.pid, *launch.family()]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in family:
+            os.kill(pid, number)
+        time.sleep(5.0)
+    (tmp_path / "go").write_text("goes on")
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert out.endswith("goes on\n")
+
+
 def children(pid: int) -> list[int]:
     """Return the processes that `pid` has started, and theirs."""
     with open(f"/proc/{pid}/task/{pid}/children") as file:

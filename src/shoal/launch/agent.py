@@ -312,7 +312,8 @@ class Agent(LocalElasticAgent):
         if not self._reaction.restarts:
             self.console.status(f"{text}; its ranks are not ended, because --watch does not")
             return
-        self.console.status(f"{text}: it is cut off, or the host of the store is lost. Its ranks end")
+        self.console.status(f"{text}: it is cut off, or the host of the store is lost. Its ranks end; to have it join "
+                            "again, start it anew; where that host is lost, start all nodes anew")
         self.console.wait(LAST_WORDS)
         os._exit(1)  # the main thread may wait for the store; the kernel and the guardian end the ranks
 

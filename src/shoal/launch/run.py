@@ -137,8 +137,8 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         raise UsageError("--node-rank: the order of the hosts gives each its number; drop it")
     if hosts and args.port:
         raise UsageError("--port: it is that of a single node; with several, give --rendezvous HOST:PORT")
-    if args.core_list is not None and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", args.core_list) is None:
-        raise UsageError(f"--core-list: got {args.core_list!r}; write numbers and ranges, such as 0-7,16")
+    if args.core_list is not None and re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", args.core_list) is None:
+        raise UsageError(f"--core-list: got {args.core_list!r}; write numbers below 100000 and ranges, such as 0-7,16")
     core_list = tuple(parse_cpu_list(args.core_list or ""))
     if args.core_list is not None and not core_list:
         raise UsageError(f"--core-list: got {args.core_list!r}, which is no core; write the smaller number of a range first")

@@ -23,6 +23,7 @@ from shoal.cluster.launchers import LAUNCHERS, Launcher, Start
 from shoal.errors import HostsError, LaunchError, UsageError
 from shoal.launch import bootstrap
 from shoal.launch.cluster import Cluster
+from shoal.launch.complaints import explain
 from shoal.launch.console import counted, numbered_ranks
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
@@ -215,7 +216,8 @@ def _hosts(args: argparse.Namespace, launcher: Launcher, nodes: int | None, rank
     if (listing := os.environ.get("SLURM_JOB_NODELIST")) is not None:
         done = subprocess.run(["scontrol", "show", "hostnames", listing], capture_output=True, text=True, check=False)
         if done.returncode or not done.stdout.split():
-            raise LaunchError(f"scontrol show hostnames {listing} failed: {done.stderr.strip()}; give --hostfile")
+            raise LaunchError(f"scontrol show hostnames {listing} failed: {explain(done.stderr.splitlines())}; or give "
+                              "--hostfile FILE")
         return [Host(name=name, slots=slots) for name in done.stdout.split()], False
     return [Host(name="", slots=slots) for _ in range(nodes or 1)], True
 
