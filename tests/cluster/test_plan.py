@@ -18,6 +18,7 @@ from shoal.launch import facts
 from shoal.launch.cli import main
 from shoal.launch.cluster import Cluster, run_job
 from shoal.launch.complaints import explain
+from shoal.launch.console import Terminal
 from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
@@ -58,17 +59,18 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--hosts a:0 --exclude a x.py", "--exclude: no slot is left to run on; exclude fewer"),
     ("--hosts a x.py", "--hosts: a names no slot; write a:0,1 for two ranks"),
     ("--hosts a:0,1,0 x.py", "--hosts: a names slot 0 twice; a slot is the place of one rank"),
+    ("--hosts a:0 --include a:b x.py", "--include: got 'a:b': invalid literal in a filter; write NAME"),
     ("--hosts a:0 --include @ x.py", "--include: got '@', which names no host; write NAME"),
     ("--hosts a:0 --launcher-args ' x.py", "--launcher-args: got \"'\": No closing quotation; quote its words"),
     ("--hosts a:0 --ssh-port 70000 x.py", "--ssh-port: got 70000; choose 1 to 65535"),
     ("--hosts a:0 --lost-after nan x.py", "--lost-after: got nan; choose 3 seconds or more"),
     ("--core-list 3-1 x.py", "--core-list: got '3-1', which is no core; write the smaller number of a range first"),
-    ("--hosts a:x x.py", "got 'a:x': invalid literal in a filter; write NAME[:SLOT[,SLOT...]] joined by @"),
+    ("--hosts a:x x.py", "--hosts: got 'a:x': invalid literal in a filter; write NAME[:SLOT[,SLOT...]] joined by @"),
     ("--hosts a:0 --nodes 2 x.py", "--nodes: got 2; choose at most 1, for the hosts are a"),
     ("--hosts a:0 --nodes 1:2 x.py", "--nodes 1:2: to go on with fewer hosts is a restart, and none is allowed; give "),
     ("--hosts a:0@b:0 --nodes 1:2 --max-restarts 1 --launcher mpich x.py", "--nodes 1:2 --launcher mpich: it ends all hosts "
      "where one is lost; use ssh or pdsh"),
-    ("--hosts a:0 --ranks 2 x.py", "--ranks: got 2, but a has 1 slots"),
+    ("--hosts a:0 --ranks 2 x.py", "--ranks: got 2; choose at most 1, the slots of a, or leave that host out"),
     ("--hosts a:0 --hostfile f x.py", "--hostfile and --hosts: both name the hosts; drop one"),
     ("--hosts a:0@b:0,1 --launcher openmpi x.py", "--launcher openmpi needs equally many slots on every host, got a 1, b 2"),
     ("--hosts a:0 --launcher mpich --ssh-port 1 x.py", "--ssh-port: --launcher mpich does not take it"),
@@ -79,7 +81,8 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--launcher pdsh x.py", "--launcher pdsh: give --hostfile FILE or --hosts LIST"),
     ("--launcher slurm x.py", "--launcher slurm without a hostfile: give --ranks N, the ranks on each node"),
     ("--include a x.py", "--include and --exclude select hosts of a hostfile; give --hostfile FILE"),
-    ("--core-list 1-x x.py", "--core-list: got '1-x'; write numbers and ranges, such as 0-7,16"),
+    ("--core-list 1-x x.py", "--core-list: got '1-x'; write numbers below 100000 and ranges, such as 0-7,16"),
+    ("--core-list 0-999999999 x.py", "--core-list: got '0-999999999'; write numbers below 100000"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
     assert f"shoal run: {message}" in refused(capsys, *words.split())
@@ -105,10 +108,10 @@ def test_the_percent_signs_of_a_path_are_not_placeholders_of_pdsh() -> None:
     assert LAUNCHERS["pdsh"].render("pdsh", start)[0][-1] == "exec python '/my %%h/job' %n"
 
 
-def test_lines_that_end_in_cr_lf_are_read_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_lines_that_end_in_cr_lf_are_read_and_named(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"a slots=1\r\nb slots=2\r\n")
     assert main(["run", "--hostfile", str(tmp_path / "hosts"), "--dry-run", __file__]) == 0
-    shown = capsys.readouterr()
+    shown = capfd.readouterr()
     assert "2 hosts, 3 ranks, started by ssh" in shown.out
     assert "its lines end in CR LF; read as LF. Convert it with sed -i" in shown.err
 
@@ -152,6 +155,12 @@ def test_a_setup_script_is_sourced_before_the_command(tmp_path: Path) -> None:
     (tmp_path / "set up").write_text("X='from setup'\nexport X\n")
     start = Start(hosts=("a",), command=("sh", "-c", 'echo "$X $0"'), setup=str(tmp_path / "set up"))
     assert subprocess.run(start.words("5"), capture_output=True, text=True, check=True).stdout == "from setup 5\n"
+    for text in (None, "false\n"):
+        (tmp_path / "set up").unlink() if text is None else (tmp_path / "set up").write_text(text)
+        done = subprocess.run(start.words("5"), capture_output=True, text=True, check=False)
+        assert done.returncode == 3
+        said = f"--setup {tmp_path / 'set up'}: it cannot be read there, or ends with an error; give a script"
+        assert explain(done.stderr.splitlines()).startswith(said)
 
 
 def test_the_program_of_another_product_is_not_taken() -> None:
@@ -171,7 +180,7 @@ def test_variables_of_another_job_are_refused() -> None:
     refuse_nested(LAUNCHERS["ssh"], {"PMI_RANK": "3", "PDSH_RCMD_TYPE": "rsh"}, ["a"])
 
 
-def test_what_hosts_say_before_all_have_started_is_heard(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_hosts_say_before_all_have_started_is_heard(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in "ab"), environment={},
                      folder=str(tmp_path), plan=None, least=2, quiet=20.0)
     starter = Starter(LAUNCHERS["ssh"], [], {}, None)
@@ -179,8 +188,9 @@ def test_what_hosts_say_before_all_have_started_is_heard(capsys: pytest.CaptureF
         hello = Hello(node=node, host=name, pid=1, facts=asdict(facts.gather(str(tmp_path))))
         for message in (hello, HostProblem(text=f"no herring on {name}"), Exited(code=1)):
             starter.events.put(HostEvent(node=node, message=message))
-    assert run_job(Cluster(starter, job, "ssh"), None, 0.0) == 2
-    assert capsys.readouterr().err.splitlines() == ["shoal run: a: no herring on a", "shoal run: b: no herring on b"]
+    with Terminal(None) as terminal:
+        assert run_job(Cluster(starter, job, "ssh", terminal.status), terminal, 0.0) == 2
+    assert capfd.readouterr().err.splitlines() == ["shoal run: a: no herring on a", "shoal run: b: no herring on b"]
 
 
 def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_the_command_line_does_not_import_torch():
     (["--node-rank", "0", "x.py"],
      "--node-rank: it selects the node that hosts the rendezvous; give --rendezvous HOST:PORT too"),
     (["--rendezvous", "node0", "x.py"], "--rendezvous: got 'node0'; write HOST:PORT, such as node0:29500"),
+    (["--rendezvous", "node0:0", "x.py"], "--rendezvous: got 'node0:0'; write HOST:PORT, such as node0:29500"),
+    (["--job", "", "x.py"], "--job: got an empty name; give one, the same on each node"),
     (["--max-restarts", "-1", "x.py"], "--max-restarts: got -1; choose 0 (never restart) or more"),
     (["--grace", "inf", "x.py"], "--grace: got inf seconds; choose 0 (kill at once) or more, up to 1e+09"),
     (["--grace", "-1", "x.py"], "--grace: got -1 seconds; choose 0 (kill at once) or more"),

@@ -169,18 +169,36 @@ def test_no_host_is_silent_while_the_launcher_itself_is_stopped(quiet_host):
     assert made.nodes[0].lost == "no message from it for 6 s; it is down, stopped, or cut off"
 
 
-def test_hosts_that_a_stopped_launcher_has_left_say_why_they_end(run, script):
-    launch = run("--hosts", hosts(2), "--lost-after", "8", "--no-bind-cores",
-                 script("import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"))
-    ranks = [int(line.rpartition(" ")[2]) for line in launch.read(2)]
+@pytest.mark.parametrize(("count", "what"), [(2, "import signal; signal.pause()"), (1, "while True: print('x' * 80)")],
+                         ids=["they wait", "one prints"])
+def test_hosts_that_a_stopped_launcher_has_left_say_why_they_end(run, script, count, what):
+    launch = run("--hosts", hosts(count), "--lost-after", "8", "--no-bind-cores",
+                 script(f"import os\nprint(os.getpid(), flush=True)\n{what}"))
+    ranks = [int(line.rpartition(" ")[2]) for line in launch.read(count)]
     os.kill(launch.pid, signal.SIGSTOP)
     for pid in ranks:
         wait(pid, time.monotonic() + SECONDS)
     os.kill(launch.pid, signal.SIGCONT)
     code, _, err = launch.end()
     assert code == 128 + signal.SIGTERM, err
-    assert err.count("] nothing came from the launcher for 8 s: the ranks end\n") == 2, err
+    assert err.count("] nothing came from the launcher for 8 s: the ranks end\n") == count, err
     assert "is lost" not in err
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(run, script, tmp_path):
+    os.mkfifo(tmp_path / "go")
+    launch = run("--hosts", hosts(1), "--lost-after", "3", "--no-bind-cores",
+                 script("import sys\nprint('begun', flush=True)\nprint(open(sys.argv[1]).read())"), str(tmp_path / "go"))
+    assert launch.read(1)[0].endswith("begun")
+    family = [launch.pid, *launch.family()]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in family:
+            os.kill(pid, number)
+        time.sleep(5.0)
+    (tmp_path / "go").write_text("goes on")
+    code, out, err = launch.end()
+    assert code == 0, err
+    assert out.endswith("goes on\n")
 
 
 def children(pid: int) -> list[int]:

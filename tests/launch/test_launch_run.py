@@ -230,6 +230,45 @@ for line in range(10000):  # more than pipes hold
     assert len((tmp_path / "logs" / "rank0.out").read_text().splitlines()) == 10001
 
 
+PRINTS = """
+import sys
+for number in range(LINES):
+    print("line", number, "." * 90)
+with open(sys.argv[1], "w") as end:
+    end.write("here")
+"""
+
+
+@pytest.mark.parametrize("where", [("--ranks", "1"), ("--hosts", "localhost:0")], ids=["here", "hosts"])
+def test_a_reader_that_pauses_holds_up_no_rank_and_learns_what_it_missed(run, script, tmp_path, where):
+    os.mkfifo(tmp_path / "end")
+    launch = run(*where, "--log-dir", str(tmp_path / "logs"), script(PRINTS.replace("LINES", "40000")),
+                 str(tmp_path / "end"))
+    assert (tmp_path / "end").read_text() == "here"  # though nobody has read a line
+    code, out, err = launch.end()
+    assert code == 0, err
+    at, missing = 0, 0
+    for line in out.splitlines():
+        if found := re.search(r"rank 0\] .*: ([\d,]+) lines \(\S+ MB\) are left out here, .*; all of them are ", line):
+            missing += (count := int(found[1].replace(",", "")))
+            at += count
+        else:
+            assert f"rank 0] line {at} " in line
+            at += 1
+    assert at == 40000
+    assert missing > 0
+    assert len((tmp_path / "logs" / "rank0.out").read_text().splitlines()) == 40000
+
+
+def test_a_signal_ends_a_launch_whose_output_nobody_reads(run, script, tmp_path):
+    os.mkfifo(tmp_path / "end")
+    launch = run("--ranks", "1", "--log-dir", str(tmp_path), script(PRINTS.replace("LINES", "4000")), str(tmp_path / "end"))
+    assert (tmp_path / "end").read_text() == "here"
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
+    assert "Fatal" not in launch.err.read()
+
+
 def test_a_core_or_a_port_that_cannot_be_had_is_refused(run, script, free_port):
     code, _, err = run("--ranks", "1", "--core-list", "0,65000", script("")).end()
     assert code == 2

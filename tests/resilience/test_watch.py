@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 import shoal
+from shoal.launch.printing import are_full
 from shoal.recording.page import PAGES, RankPage, TrainingPhase, phase_of, read
 from shoal.recording.page import page as this_page
 from shoal.resilience import watch
@@ -228,6 +230,24 @@ def test_a_rank_is_not_hung_while_another_one_works(pair, tmp_path: Path) -> Non
     finally:
         spinner.kill()
         spinner.wait()
+
+
+def test_a_rank_that_waits_for_the_reader_of_its_output_is_not_hung(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    source, sink = os.pipe()
+    try:
+        assert not are_full((sink,))
+        os.set_blocking(sink, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(sink, bytes(4096))
+        assert are_full((sink,))
+        enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.BETWEEN, waits=0)
+        assert verdicts(watched, processes[:1]) == {0: StallKind.HUNG}
+        assert watched.poll({0: processes[0].pid}, held_up=are_full((sink,))) == []
+    finally:
+        os.close(source)
+        os.close(sink)
 
 
 def test_process_facts_come_from_proc() -> None:

@@ -70,21 +70,21 @@ def _check_host(where: str, name: str, slots: int) -> None:
         raise HostsError(f"{where}: {name} has {slots} slots; choose at most {MOST_SLOTS}")
 
 
-def parse_filter(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the slots that a filter names on each host, none where it names the host alone."""
+def parse_filter(text: str, option: str = "the filter") -> dict[str, tuple[int, ...]]:
+    """Return the slots that a filter names on each host, none where it names the host alone. Raises `HostsError`."""
     named: dict[str, tuple[int, ...]] = {}
     for each in filter(None, (part.strip() for part in text.split("@"))):
         name, colon, listed = each.partition(":")
         slots = listed.split(",") if colon else []
         if not name or not all(slot.strip().isdecimal() for slot in slots):
-            raise HostsError(f"got {each!r}: invalid literal in a filter; {FILTER}")
+            raise HostsError(f"{option}: got {each!r}: invalid literal in a filter; {FILTER}")
         named[name] = (*named.get(name, ()), *map(int, slots)) if slots else ()
     return named
 
 
 def parse_hosts(text: str) -> list[Host]:
     """Return the hosts of a list in the form of a filter, in which each host names its slots."""
-    named = parse_filter(text)
+    named = parse_filter(text, "--hosts")
     if bare := [name for name, slots in named.items() if not slots]:
         raise HostsError(f"--hosts: {bare[0]} names no slot; write {bare[0]}:0,1 for two ranks")
     if not named:
@@ -119,14 +119,15 @@ def first(hosts: Sequence[Host], least: int, most: int) -> list[Host]:
 def limited(hosts: Sequence[Host], ranks: int) -> list[Host]:
     """Return the hosts with their first `ranks` slots. Raises `HostsError` for a host with fewer."""
     if few := [host for host in hosts if len(host.slots) < ranks]:
-        raise HostsError(f"--ranks: got {ranks}, but {few[0].name} has {len(few[0].slots)} slots")
+        raise HostsError(f"--ranks: got {ranks}; choose at most {len(few[0].slots)}, the slots of {few[0].name}, or leave "
+                         "that host out")
     return [Host(name=host.name, slots=host.slots[:ranks]) for host in hosts]
 
 
 def _selection(hosts: Sequence[Host], text: str, option: str) -> Mapping[str, Sequence[int]]:
     """Return the slots that a filter names, a name alone standing for all. Raises `HostsError` for what does not exist."""
     known = {host.name: host.slots for host in hosts}
-    named = parse_filter(text)
+    named = parse_filter(text, option)
     for name, slots in named.items():
         if name not in known:
             raise HostsError(f"{option}: Hostname '{name}' not found in hostfile; choose from {', '.join(known)}")

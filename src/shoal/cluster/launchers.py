@@ -19,7 +19,8 @@ SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "Se
                "ServerAliveCountMax=4")
 """No terminal, no questions, and an end to waiting for a host that is down."""
 FAN_OUT = 1024
-SOURCED = '. "$0" && exec "$@"'
+SOURCED = ('[ -r "$0" ] && . "$0" && exec "$@"; echo "shoal: setup: --setup $0: it cannot be read there, or ends with an '
+           'error; give a script that every host has" >&2; exit 3')
 """The script of `sh` that sources a file before the command."""
 
 

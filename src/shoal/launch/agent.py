@@ -16,12 +16,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import cast
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented as public
+from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
@@ -36,8 +37,9 @@ from shoal.launch.heartbeats import Heartbeats
 from shoal.launch.job_record import JobRecord, read_record, write_record
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.meeting import ClusterRendezvous
-from shoal.launch.orphans import Guardian, memory_folder
-from shoal.launch.rendezvous import SingleNodeRendezvous, first_line, multi_node_rendezvous
+from shoal.launch.orphans import Guardian, exit_on_signals, memory_folder
+from shoal.launch.printing import are_full
+from shoal.launch.rendezvous import JOIN, SingleNodeRendezvous, describe, multi_node_rendezvous
 from shoal.launch.spares import Spare, serves_here
 from shoal.launch.streams import RankStreams
 from shoal.launch.watching import Reaction, WatchedRank
@@ -55,6 +57,12 @@ CAUSE = 1.0
 """Seconds to wait for the root cause while all errors so far are lost connections."""
 EXIT_INTERVAL = 0.5
 """Seconds between two looks of a node whose ranks have ended well at those of the others."""
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that end a launch."""
+MEETING = 5.0
+"""Seconds at the rendezvous after which an agent says for what it waits."""
+LAST_WORDS = 2.0
+"""Seconds until an agent that ends at once ends without its last words being read."""
 
 
 def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: ClusterRendezvous | None = None) -> int:
@@ -82,11 +90,13 @@ def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: Clus
         handler.shutdown()
         return code
     except SignalException as stop:
+        console.hurry()
         return 128 + stop.sigval
-    except RendezvousError as error:
-        raise LaunchError(f"the rendezvous of the nodes at {plan.rendezvous} failed: {first_line(error)}") from error
+    except (RendezvousError, DistError) as error:
+        raise LaunchError(f"--rendezvous: {describe(error, str(plan.rendezvous), plan.nodes[0])}") from error
     finally:
         files.close()
+        exit_on_signals(EXIT_SIGNALS)  # again, in place of torch's handlers: the output may still wait for its reader
 
 
 def _rendezvous(plan: LaunchPlan) -> RendezvousHandler:
@@ -222,6 +232,24 @@ class Agent(LocalElasticAgent):
         self._report()
         return result
 
+    def _rendezvous(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
+            self, worker_group: WorkerGroup) -> None:
+        waits = threading.Timer(MEETING, self.console.status, [
+            f"shoal run: {socket.gethostname()} waits at {self.plan.rendezvous} until {counted(self.plan.nodes[0], 'node')} "
+            f"are there, at most {JOIN} s"])
+        waits.daemon = True
+        if self._cluster is None and self.plan.rendezvous is not None:
+            waits.start()
+        try:
+            while True:
+                try:
+                    return super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]  as above
+                except DistError:  # the store has ended: a launcher then begins another attempt, without its host
+                    if self._cluster is None:
+                        raise
+        finally:
+            waits.cancel()
+
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> dict[int, int]:
         self._starts += 1
@@ -248,7 +276,7 @@ class Agent(LocalElasticAgent):
     def _watch(self) -> None:
         """Look for ranks that are stopped or hung, and start the spare once the ranks train."""
         workers = self._worker_group.workers
-        self._reaction.poll(self._watched())
+        self._reaction.poll(self._watched(), held_up=not self.console.takes_output and are_full())
         if self._spare is not None and self._remaining_restarts > 0 and not self._spare.pids and (
                 self._reaction.trained(len(workers))):
             self._spare.prepare()
@@ -284,7 +312,9 @@ class Agent(LocalElasticAgent):
         if not self._reaction.restarts:
             self.console.status(f"{text}; its ranks are not ended, because --watch does not")
             return
-        self.console.status(f"{text}: it is cut off, or the host of the store is lost. Its ranks end")
+        self.console.status(f"{text}: it is cut off, or the host of the store is lost. Its ranks end; to have it join "
+                            "again, start it anew; where that host is lost, start all nodes anew")
+        self.console.wait(LAST_WORDS)
         os._exit(1)  # the main thread may wait for the store; the kernel and the guardian end the ranks
 
     def _end_heartbeats(self) -> None:
@@ -387,8 +417,7 @@ def exit_status(pid: int) -> int | None:
 
 def _exit_signals() -> list[str]:
     """Return the signals that end a launch, without those that the parent (nohup, a shell's `&`) has set to ignored."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    return [number.name for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return [number.name for number in EXIT_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _default_ranks(console: Console) -> int:

@@ -22,10 +22,11 @@ from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
 from shoal.launch.complaints import explain, means_failure, names
-from shoal.launch.console import RankLogs, counted, numbered_ranks, print_line, print_status
+from shoal.launch.console import Terminal, counted, numbered_ranks
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
 from shoal.launch.job import ClusterJob
+from shoal.launch.printing import print_status
 from shoal.launch.protocol import (
     Beat,
     Begin,
@@ -49,7 +50,7 @@ __all__ = ["Cluster", "Node", "run_job"]
 BEAT = 1.0
 """Seconds between two beats."""
 PAUSE = 3.0
-"""Seconds between two looks at the hosts after which this process was stopped, or waited until its output was read."""
+"""Seconds between two looks at the hosts after which this process was stopped."""
 START = 120.0
 """Seconds within which hosts have to start."""
 LAST = 20.0
@@ -93,11 +94,13 @@ class Node:
 class Cluster:
     """The hosts of a job, as a context manager: entering it starts them, leaving it ends them."""
 
-    def __init__(self, starter: Starter, job: ClusterJob, launcher: str) -> None:
+    def __init__(self, starter: Starter, job: ClusterJob, launcher: str, tell: Callable[[str], None] = print_status) -> None:
+        """`tell` gets what the user must know."""
         self.job = job
         self.nodes = [Node(host) for host in job.hosts]
         self._starter = starter
         self._launcher = launcher
+        self._tell = tell
         self._said: deque[str] = deque(maxlen=100)
         """The last lines of the process that started all hosts."""
         self._ticked = time.monotonic()
@@ -166,7 +169,7 @@ class Cluster:
             case ErrorLine(text=text):
                 node.last_lines.append(text)
                 if node.facts is not None:
-                    print_status(f"[{node.name}] {text}")
+                    self._tell(f"[{node.name}] {text}")
             case Closed():
                 self._lose(node)
             case Hello():
@@ -190,7 +193,7 @@ class Cluster:
                     if node.facts is None and names(text, node.name) and means_failure(text):
                         node.lost = node.lost or explain([text])  # mpiexec and pdsh wait for the others
                 if all(node.facts is not None for node in self.nodes) and not all(node.has_ended for node in self.nodes):
-                    print_status(f"[{self._launcher}] {text}")
+                    self._tell(f"[{self._launcher}] {text}")
             case _:
                 for node in self.nodes:
                     if node.facts is None:
@@ -208,7 +211,7 @@ class Cluster:
         return explain(node.last_lines) or explain(about or self._said)
 
     def _send_beats(self) -> None:
-        """Send beats in a thread of their own: the main one waits while nobody reads what it prints."""
+        """Send beats in a thread of their own: the main one waits for disks, where it writes logs."""
         while not self._left.wait(BEAT):
             self.send(Beat())
 
@@ -236,7 +239,7 @@ class Cluster:
         problems = [f"{node.name}: {node.lost}" for node in self.nodes if node.lost]
         if problems and len(self.nodes) - len(problems) >= self.job.least:
             for problem in problems:
-                print_status(f"shoal run: {problem}; the others begin without it")
+                self._tell(f"shoal run: {problem}; the others begin without it")
             problems = []
         here = facts.gather(self.job.folder)
         for node in self.nodes:
@@ -250,14 +253,14 @@ class Cluster:
 class _JobMonitor:
     """The events of a job so far, on hosts that have started."""
 
-    def __init__(self, cluster: Cluster, logs: RankLogs | None, grace: float) -> None:
+    def __init__(self, cluster: Cluster, terminal: Terminal, grace: float) -> None:
         self.cluster = cluster
         self.hosts = [number for number, node in enumerate(cluster.nodes) if not node.lost]
         """The numbers of the hosts that take part."""
         self._attempt = 0
         self._serving: int | None = None
         """The host that opens the store of the next attempt."""
-        self.logs = logs
+        self.terminal = terminal
         self.grace = grace
         self.failures: list[Failure] = []
         self.problems: list[str] = []
@@ -275,7 +278,8 @@ class _JobMonitor:
         nodes = [self.cluster.nodes[number] for number in self.hosts]
         if over := [node.name for node in nodes if node.code is not None]:
             if self._attempt:
-                print_status(f"shoal run: no other attempt follows, for the ranks of {' and '.join(over)} have ended")
+                self.terminal.status(f"shoal run: no other attempt follows, for the ranks of {' and '.join(over)} have "
+                                     "ended")
             self.end(signal.SIGTERM)
             return
         self._serving = self.hosts[0]
@@ -285,11 +289,9 @@ class _JobMonitor:
         """Take a message of a host."""
         match message:
             case Output():
-                if self.logs is not None:
-                    self.logs.write(message)
-                print_line(f"[{node.name} rank {message.rank}] ", message)
+                self.terminal.output(message, node.name)
             case Status(text=text):
-                print_status(f"[{node.name}] {text}")
+                self.terminal.status(f"[{node.name}] {text}")
             case HostProblem(text=text):
                 self.problems.append(f"{node.name}: {text}")
                 self.end(signal.SIGTERM)
@@ -320,6 +322,7 @@ class _JobMonitor:
         while not self.signals.empty():
             number = self.signals.get()
             self.caught = self.caught or number
+            self.terminal.hurry()
             self.deadline = min(self.deadline, time.monotonic() + self.grace + LAST)
             self.cluster.send(Signal(number=number))
         if lost := [number for number in self.hosts if self.cluster.nodes[number].lost]:
@@ -340,7 +343,7 @@ class _JobMonitor:
             self.end(signal.SIGTERM)
             return
         for number in lost:
-            print_status(f"{self._describe_loss(number)}; the job goes on with {counted(len(left), 'host')}")
+            self.terminal.status(f"{self._describe_loss(number)}; the job goes on with {counted(len(left), 'host')}")
             if (channel := nodes[number].channel) is not None:
                 channel.close()
         self.hosts = left
@@ -356,9 +359,9 @@ class _JobMonitor:
     def _report(self, lines: Sequence[str]) -> None:
         """Show what failed, and leave it in the folder of logs."""
         for line in lines:
-            print_status(line)
-        if lines and self.logs is not None:
-            self.logs.report("\n".join(lines))
+            self.terminal.status(line)
+        if lines:
+            self.terminal.leave_report("\n".join(lines))
 
     def finish(self) -> int:
         """Report, and return the exit code of the job."""
@@ -379,22 +382,18 @@ class _JobMonitor:
         return next((node.code for node in nodes if node.code), 0)
 
 
-def run_job(cluster: Cluster, log_dir: str | None, grace: float) -> int:
+def run_job(cluster: Cluster, terminal: Terminal, grace: float) -> int:
     """Run the ranks of a job to their end; return 0, the exit code of the rank that failed first, or 128 + signal number."""
-    logs = None if log_dir is None else RankLogs(log_dir)
-    try:
-        with cluster:
-            monitor = _JobMonitor(cluster, logs, grace)
-            with _signals_to(monitor.signals.put):
-                monitor.begin_attempt()
-                while not cluster.is_over:
-                    if (came := cluster.receive()) is not None:
-                        monitor.take(*came)
-                    monitor.heed()
-                return monitor.finish()
-    finally:
-        if logs is not None:
-            logs.close()
+    with cluster:
+        monitor = _JobMonitor(cluster, terminal, grace)
+        with _signals_to(monitor.signals.put):
+            monitor.begin_attempt()
+            while not cluster.is_over:
+                if (came := cluster.receive()) is not None:
+                    monitor.take(*came)
+                monitor.heed()
+            return monitor.finish()
+
 
 
 @contextmanager

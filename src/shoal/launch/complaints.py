@@ -19,6 +19,8 @@ COMPLAINTS: tuple[tuple[str, str], ...] = (
     (r"(?:sh|bash|exec): .*(?:not found|No such file)|execve\(\)|execvp error|could not find an executable|"
      r"unable to find the specified executable",
      "it has no such Python; install the same environment at the same path there"),
+    (r"Could not establish a configuration source|Unable to contact slurm controller",
+     "no Slurm answers; start on a machine of its cluster, or set SLURM_CONF"),
     (r"can't open file .*bootstrap\.py", "Shoal is not installed at the same path there; install it as here"),
     (r"No module named '?shoal", "this Python has no Shoal there; install it as here"),
     (r"(?:^|: )shoal: \S+: (?P<said>.*)", ""),

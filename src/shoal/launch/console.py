@@ -1,23 +1,28 @@
 """Where an agent reports: the terminal of this process, or, on a host of a cluster, the connection to the launcher.
 
-A stream or a log that cannot be written ends no job and holds up no rank: the loss is told once, and the job goes on.
+A log that cannot be written ends no job and holds up no rank: the loss is told once, and the job goes on.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol, TextIO
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
 
 from shoal.errors import LaunchError
 from shoal.launch import failure
 from shoal.launch.failure import Failure
-from shoal.launch.protocol import Channel, Output, Report, Status
+from shoal.launch.outbox import Outbox
+from shoal.launch.printing import Printer
+from shoal.launch.protocol import Output, Report, Status
 
-__all__ = ["Console", "RankLogs", "Remote", "Terminal", "counted", "numbered_ranks", "print_line", "print_status"]
+__all__ = ["Console", "RankLogs", "Remote", "Terminal", "counted", "numbered_ranks"]
+
+HURRY = 3.0
+"""Seconds that a job which a signal ends waits at its end for the reader of its output."""
 
 
 def counted(count: int, word: str, ending: str = "s") -> str:
@@ -50,31 +55,69 @@ class Console(Protocol):
         """Tell of failed ranks."""
         ...
 
+    def wait(self, seconds: float) -> None:
+        """Wait until all of it has reached the user or the launcher, at most so long."""
+        ...
+
+    def hurry(self) -> None:
+        """Be told that a signal ends the job: the end does not wait for a reader that pauses."""
+        ...
+
 
 class Terminal:
-    """The terminal of this process; with a folder for logs, each rank's lines go there too, and have a prefix."""
+    """The terminal of this process, as a context manager; with a folder for logs, each rank's lines go there too.
+
+    What is shown waits for its reader in a thread (`Printer`), and leaving the context waits for that, but not long where
+    a signal ends the job. Logs are written at once.
+    """
 
     def __init__(self, log_dir: str | None) -> None:
-        self._logs = None if log_dir is None else RankLogs(log_dir)
+        """Raises `LaunchError` where the folder cannot be written."""
+        self._logs = None if log_dir is None else RankLogs(log_dir, self.status)
+        self._patience: float | None = None
+        """Seconds that leaving the context waits for a reader; None: as long as it takes."""
+        self._printer = Printer("--log-dir DIR keeps all of them" if log_dir is None else f"all of them are in {log_dir}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._logs is not None:
+            self._logs.close()
+        self._printer.close(self._patience)
 
     @property
     def takes_output(self) -> bool:
         """Whether there are logs."""
         return self._logs is not None
 
-    def output(self, line: Output) -> None:
-        """Log a line and show it."""
+    def output(self, line: Output, host: str = "") -> None:
+        """Log a line, and show it with its rank, and the host if there are several."""
         if self._logs is not None:
             self._logs.write(line)
-        print_line(f"[rank {line.rank}] ", line)
+        source = f"[{host} rank {line.rank}] " if host else f"[rank {line.rank}] "
+        self._printer.put(source, line.stream, source.encode() + os.fsencode(line.text) + b"\n")
 
     def status(self, text: str) -> None:
         """Write to stderr."""
-        print_status(text)
+        self._printer.put("", "err", f"{text}\n".encode(errors="backslashreplace"))
 
     def report(self, failures: list[Failure], ranks: int, note: str) -> None:
         """Write the report to stderr."""
-        print_status(failure.describe(failures, ranks, note))
+        self.status(failure.describe(failures, ranks, note))
+
+    def leave_report(self, text: str) -> None:
+        """Leave the report of a failure in the folder for logs, for `shoal doctor`."""
+        if self._logs is not None:
+            self._logs.report(text)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all is written, at most so long."""
+        self._printer.wait(seconds)
+
+    def hurry(self) -> None:
+        """Wait for a reader at the end no longer than `HURRY`: a signal ends the job."""
+        self._patience = HURRY
 
 
 class Remote:
@@ -82,30 +125,38 @@ class Remote:
 
     takes_output = True
 
-    def __init__(self, channel: Channel, attempt: Callable[[], int]) -> None:
+    def __init__(self, outbox: Outbox, attempt: Callable[[], int]) -> None:
         """`attempt` returns the number of the attempt that runs."""
-        self._channel = channel
+        self._outbox = outbox
         self._attempt = attempt
 
     def output(self, line: Output) -> None:
         """Send a line."""
-        self._channel.send(line)
+        self._outbox.send(line)
 
     def status(self, text: str) -> None:
         """Send a message for the user."""
-        self._channel.send(Status(text=text))
+        self._outbox.send(Status(text=text))
 
     def report(self, failures: list[Failure], ranks: int, note: str) -> None:
         """Send failures."""
-        self._channel.send(Report.of(failures, ranks, note, self._attempt()))
+        self._outbox.send(Report.of(failures, ranks, note, self._attempt()))
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all has left, at most so long."""
+        self._outbox.wait(seconds)
+
+    def hurry(self) -> None:
+        """Do nothing: the launcher shows what is left."""
 
 
 class RankLogs:
     """Files with the output of each rank, in `folder`; the name has the attempt where ranks were restarted."""
 
-    def __init__(self, folder: str) -> None:
-        """Make the folder. Raises `LaunchError` where it cannot be written."""
+    def __init__(self, folder: str, tell: Callable[[str], None]) -> None:
+        """Make the folder; `tell` gets what the user must know. Raises `LaunchError` where it cannot be written."""
         self._folder = Path(folder)
+        self._tell = tell
         self._files: dict[str, BinaryIO] = {}
         self._failed = False
         try:
@@ -130,50 +181,17 @@ class RankLogs:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                print_status(f"shoal run: {self._folder / name} cannot be written: {error.strerror}. Lines of ranks are "
-                             "missing in the logs from now on, where that lasts; the job goes on")
+                self._tell(f"shoal run: {self._folder / name} cannot be written: {error.strerror}. Lines of ranks are "
+                           "missing in the logs from now on, where that lasts; the job goes on")
 
     def report(self, text: str) -> None:
         """Write the report of a failure, for `shoal doctor`."""
         try:
             (self._folder / failure.REPORT).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            print_status(f"shoal run: {self._folder / failure.REPORT} cannot be written: {error.strerror}")
+            self._tell(f"shoal run: {self._folder / failure.REPORT} cannot be written: {error.strerror}")
 
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
             file.close()
-
-
-def print_line(prefix: str, line: Output) -> None:
-    """Write a line of a rank, byte for byte after its prefix, in a single write."""
-    _write(sys.stdout if line.stream == "out" else sys.stderr, prefix.encode() + os.fsencode(line.text) + b"\n")
-
-
-def print_status(text: str) -> None:
-    """Write one message to stderr in a single write."""
-    _write(sys.stderr, f"{text}\n".encode(errors="backslashreplace"))
-
-
-def _write(stream: TextIO | None, data: bytes) -> None:
-    """Write to a stream. One whose reader is gone, or whose disk is full, leads nowhere afterwards; stderr says so."""
-    if stream is None:  # it was closed when this process began
-        return
-    try:
-        stream.flush()
-        try:
-            stream.buffer.write(data)
-        except BlockingIOError as full:  # another process has set the terminal so
-            os.set_blocking(stream.fileno(), True)
-            stream.buffer.write(data[full.characters_written:])
-        stream.buffer.flush()
-    except OSError as error:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
-        with suppress(OSError):  # what the stream still holds goes there too
-            stream.buffer.flush()
-        if stream is sys.stdout:
-            print_status(f"shoal run: the standard output cannot be written: {error.strerror}. It is lost from now on; the "
-                         "job goes on, and --log-dir keeps what ranks write")

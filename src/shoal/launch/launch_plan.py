@@ -58,15 +58,17 @@ def check_target(plan: LaunchPlan) -> None:
     """Raise `LaunchError` if the target is missing or is not valid Python, so that the error appears once, not per rank."""
     if plan.kind == "program":
         if shutil.which(plan.target) is None:
-            raise LaunchError(f"no program {plan.target!r} on the path or in {os.getcwd()}")
+            raise LaunchError(f"no program {plan.target!r} on the path or in {os.getcwd()}; install it, or give its path")
         return
     if plan.kind == "module":
         if not _is_module(plan.target):
-            raise LaunchError(f"no module {plan.target!r} in {os.getcwd()} or among the installed packages")
+            raise LaunchError(f"no module {plan.target!r} in {os.getcwd()} or among the installed packages; install it, "
+                              "or start in its folder")
         return
     path = Path(plan.target)
     if not path.exists():
-        raise LaunchError(f"no script {plan.target!r} in {os.getcwd()}")
+        raise LaunchError(f"no script {plan.target!r} in {os.getcwd()}; correct its path; options of `shoal run` stand "
+                          "before SCRIPT")
     if path.is_dir():
         if not (path / "__main__.py").exists():
             raise LaunchError(f"{plan.target!r} is a folder without a __main__.py; name a script in it")

@@ -30,6 +30,7 @@ from shoal.launch.cores import restrict
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan, check_target
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder
+from shoal.launch.outbox import Outbox
 from shoal.launch.protocol import (
     AskTime,
     Beat,
@@ -56,6 +57,8 @@ __all__ = ["main"]
 
 BEAT = 1.0
 """Seconds between two beats."""
+PAUSE = 3.0
+"""Seconds between two looks after which this process was stopped; the launcher may have been too."""
 CONNECT = 60.0
 """Seconds to reach the launcher."""
 LAST = 15.0
@@ -91,11 +94,12 @@ def _serve(link: Link, job: ClusterJob, node: int, guardian: Guardian) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except LaunchError as error:
-        link.channel.send(HostProblem(text=str(error)))
+        link.outbox.send(HostProblem(text=str(error)))
     except BaseException:
-        link.channel.send(HostProblem(text=traceback.format_exc()))
+        link.outbox.send(HostProblem(text=traceback.format_exc()))
     finally:
-        link.channel.send(Exited(code=code))
+        link.outbox.send(Exited(code=code))
+        link.outbox.wait(job.quiet)  # a launcher that takes nothing for so long is gone
         link.finished()
 
 
@@ -103,7 +107,8 @@ class Link:
     """The connection to the launcher, served by a thread of its own."""
 
     def __init__(self, channel: Channel, job: ClusterJob, node: int) -> None:
-        self.channel = channel
+        self._channel = channel
+        self.outbox = Outbox(channel)
         self._job = job
         self._node = node
         self._attempts: queue.SimpleQueue[Serve | Begin] = queue.SimpleQueue()
@@ -114,7 +119,7 @@ class Link:
 
     def start(self) -> None:
         """Introduce this host, and begin to listen."""
-        self.channel.send(Hello(node=self._node, host=socket.gethostname(), pid=os.getpid(),
+        self.outbox.send(Hello(node=self._node, host=socket.gethostname(), pid=os.getpid(),
                                 facts=asdict(facts.gather(self._job.folder))))
         for serve in (self._receive, self._beat):
             threading.Thread(target=serve, name=serve.__name__, daemon=True).start()
@@ -132,7 +137,7 @@ class Link:
         self._over.set()
 
     def _receive(self) -> None:
-        while (message := self.channel.receive()) is not None:
+        while (message := self._channel.receive()) is not None:
             self._heard = time.monotonic()
             match message:
                 case Serve() | Begin():
@@ -140,12 +145,12 @@ class Link:
                 case Signal(number=number):
                     self._end(number)
                 case AskTime():
-                    self.channel.send(Time(now=time.time()))
+                    self.outbox.send(Time(now=time.time()))
                 case Listen():
                     port = measuring.receive()
-                    self.channel.send(Listening(port=port, addresses=own_addresses()))
+                    self.outbox.send(Listening(port=port, addresses=own_addresses()))
                 case Measure():
-                    self.channel.send(Measured(rate=measuring.send(message.addresses, message.port, message.seconds)))
+                    self.outbox.send(Measured(rate=measuring.send(message.addresses, message.port, message.seconds)))
                 case _:
                     pass
         self._end(signal.SIGTERM)
@@ -155,9 +160,9 @@ class Link:
             match self._attempts.get():
                 case Serve():
                     try:
-                        self.channel.send(rendezvous.serve())
+                        self.outbox.send(rendezvous.serve())
                     except LaunchError as error:
-                        self.channel.send(HostProblem(text=str(error)))
+                        self.outbox.send(HostProblem(text=str(error)))
                 case Begin() as begun:
                     rendezvous.begin(begun)
                     threading.Thread(target=self._kill_stuck, args=(rendezvous, begun.attempt), daemon=True).start()
@@ -165,7 +170,8 @@ class Link:
     def _kill_stuck(self, rendezvous: ClusterRendezvous, attempt: int) -> None:
         """Kill this process if its agent does not take up an attempt: it waits for a store whose host is lost."""
         if not self._over.wait(self._grace + LAST) and rendezvous.taken < attempt:
-            self.channel.send(Status(text=f"the agent did not begin attempt {attempt} in time, and is killed"))
+            self.outbox.send(Status(text=f"the agent did not begin attempt {attempt} in time, and is killed"))
+            self.outbox.wait(BEAT)
             os.kill(os.getpid(), signal.SIGKILL)
 
     @property
@@ -173,11 +179,18 @@ class Link:
         return self._job.plan.grace if self._job.plan else 0.0
 
     def _beat(self) -> None:
+        """Send beats, and end the ranks where the launcher is silent; while this process was stopped, it was not."""
+        looked = time.monotonic()
         while not self._over.wait(BEAT):
-            self.channel.send(Beat())
-            if time.monotonic() - self._heard > self._job.quiet and not self._ending:
-                self.channel.send(Status(text=f"nothing came from the launcher for {self._job.quiet:g} s: the ranks end"))
+            self.outbox.send(Beat())
+            before, looked = looked, time.monotonic()
+            if looked - before > PAUSE:
+                self._heard = looked
+            if looked - self._heard > self._job.quiet and not self._ending:
+                self.outbox.give_up()
+                self.outbox.send(Status(text=f"nothing came from the launcher for {self._job.quiet:g} s: the ranks end"))
                 self._end(signal.SIGTERM)
+
 
     def _end(self, number: int) -> None:
         """Signal the agent, in the main thread; kill this process if that does not end it."""
@@ -233,7 +246,7 @@ def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, guardia
     rendezvous = ClusterRendezvous(job, node, plan.rendezvous)
     link.serve(rendezvous)
     local = replace(plan, ranks=len(slots), nodes=(len(job.hosts), len(job.hosts)))
-    return launch(local, guardian, Remote(link.channel, lambda: rendezvous.attempt), rendezvous)
+    return launch(local, guardian, Remote(link.outbox, lambda: rendezvous.attempt), rendezvous)
 
 
 if __name__ == "__main__":

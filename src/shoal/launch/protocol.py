@@ -195,12 +195,11 @@ class Channel:
         self._writer = writer
         self._sending = threading.Lock()
 
-    def send(self, message: Message) -> None:
-        """Send a message. The other end may be gone, which `receive` tells."""
-        values = {each.name: getattr(message, each.name) for each in fields(message)}
-        line = json.dumps([type(message).__name__, values]).encode() + b"\n"
+    def send(self, *messages: Message) -> None:
+        """Send messages. The other end may be gone, which `receive` tells."""
+        lines = b"".join(_line(message) for message in messages)
         with self._sending, suppress(OSError, ValueError):
-            self._writer.write(line)
+            self._writer.write(lines)
             self._writer.flush()
 
     def receive(self) -> Message | None:
@@ -225,6 +224,11 @@ class Channel:
         """Close what `receive` reads, in its thread, once the other end is gone."""
         with suppress(OSError, ValueError):
             self._reader.close()
+
+
+def _line(message: Message) -> bytes:
+    values = {each.name: getattr(message, each.name) for each in fields(message)}
+    return json.dumps([type(message).__name__, values]).encode() + b"\n"
 
 
 def answer(secret: str, nonce: bytes) -> bytes:

@@ -6,20 +6,28 @@ Hosts of a hostfile meet as their launcher says (`meeting.py`).
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from datetime import timedelta
 
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from shoal.errors import LaunchError
 from shoal.launch.addresses import INTERFACE, facing, interface_of
+from shoal.launch.console import counted
 
-__all__ = ["SingleNodeRendezvous", "first_line", "multi_node_rendezvous"]
+__all__ = ["JOIN", "SingleNodeRendezvous", "describe", "first_line", "multi_node_rendezvous"]
 
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
@@ -27,6 +35,8 @@ KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
 a heartbeat with their own clocks, so the clocks of nodes must not differ by more."""
 LAST_CALL = 4
 """Seconds to wait for more nodes once the least number has joined. A node that joins later restarts the rendezvous."""
+JOIN = 600
+"""Seconds to wait for the least number of nodes."""
 
 
 class SingleNodeRendezvous(RendezvousHandler):
@@ -99,7 +109,7 @@ def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts
     def create(is_host: bool) -> RendezvousHandler:
         parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
                                           max_nodes=nodes[1], local_addr=host if is_host else own, is_host=is_host,
-                                          last_call_timeout=LAST_CALL, **KEEP_ALIVE)
+                                          last_call_timeout=LAST_CALL, join_timeout=JOIN, **KEEP_ALIVE)
         backend, store = create_backend(parameters)
         return create_handler(store, backend, parameters)
 
@@ -109,6 +119,21 @@ def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts
         if hosts is not None or not is_here:
             raise
         return create(False)  # another agent on this host serves it
+
+
+def describe(error: Exception, endpoint: str, least: int) -> str:
+    """Return what a failed rendezvous of `least` nodes or more means, and what helps."""
+    match error:
+        case RendezvousTimeoutError():
+            return (f"fewer than {counted(least, 'node')} came to {endpoint} within {JOIN} s; start the same command on the "
+                    f"others: --rendezvous and --job are the same on each, and clocks do not differ by more than "
+                    f"{math.prod(KEEP_ALIVE.values())} s")
+        case RendezvousClosedError():
+            return f"the job at {endpoint} has ended, or ends; start all of its nodes again, or give another --job"
+        case _:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            return (f"{socket.gethostname()} does not reach the store at {endpoint}: {first_line(cause)}; see that the node "
+                    f"which hosts it is up and lets others connect to that port. If it was lost, start all nodes again")
 
 
 def first_line(error: Exception) -> str:

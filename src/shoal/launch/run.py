@@ -79,15 +79,20 @@ def main(args: argparse.Namespace) -> int:
         where = "1 host" if plan.rendezvous is None else f"this node of {args.nodes or 1}, rendezvous {plan.rendezvous}"
         print(f"{where}, {ranks}\neach rank runs: {_program(plan)}")
         return 0
+    with Terminal(plan.log_dir) as terminal:
+        return _run_here(plan, variables, terminal)
+
+
+def _run_here(plan: LaunchPlan, variables: dict[str, str], terminal: Terminal) -> int:
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-run-")
     try:
-        with Guardian(mark, folder) as guardian:
+        with Guardian(mark, folder) as guardian:  # before anything is shown, which starts a thread
             os.environ.update({**variables, MARK: mark})
             restrict(plan.core_list)
             from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
 
-            return launch(plan, guardian, Terminal(plan.log_dir))
+            return launch(plan, guardian, terminal)
     finally:
         for each in (folder, memory_folder(mark)):
             shutil.rmtree(each, ignore_errors=True)
@@ -102,8 +107,8 @@ def _run_on_hosts(args: argparse.Namespace, plan: LaunchPlan) -> int:
     if args.dry_run:
         print(chosen.describe(_program(plan)))
         return 0
-    with chosen.cluster(plan) as started:
-        return cluster.run_job(started, plan.log_dir, plan.grace)
+    with Terminal(plan.log_dir) as terminal, chosen.cluster(plan, terminal.status) as started:
+        return cluster.run_job(started, terminal, plan.grace)
 
 
 def _program(plan: LaunchPlan) -> str:
@@ -132,8 +137,8 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         raise UsageError("--node-rank: the order of the hosts gives each its number; drop it")
     if hosts and args.port:
         raise UsageError("--port: it is that of a single node; with several, give --rendezvous HOST:PORT")
-    if args.core_list is not None and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", args.core_list) is None:
-        raise UsageError(f"--core-list: got {args.core_list!r}; write numbers and ranges, such as 0-7,16")
+    if args.core_list is not None and re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", args.core_list) is None:
+        raise UsageError(f"--core-list: got {args.core_list!r}; write numbers below 100000 and ranges, such as 0-7,16")
     core_list = tuple(parse_cpu_list(args.core_list or ""))
     if args.core_list is not None and not core_list:
         raise UsageError(f"--core-list: got {args.core_list!r}, which is no core; write the smaller number of a range first")
@@ -141,6 +146,8 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         raise UsageError("--port and --rendezvous: the rendezvous has a port of its own; drop --port")
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port: got {args.port}; choose 1 to 65535, or 0 for a free one")
+    if not args.job:
+        raise UsageError("--job: got an empty name; give one, the same on each node")
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: got {args.max_restarts}; choose 0 (never restart) or more")
     if args.watch == "restart" and not args.max_restarts:
@@ -170,11 +177,11 @@ def _count(option: str, text: str, *, least: int) -> int:
 
 
 def _endpoint(text: str | None, *, bare: bool) -> str | None:
-    """Check `HOST:PORT`; `bare` allows `:PORT`, where the address of the first host is found."""
+    """Check `HOST:PORT`; `bare` allows `:PORT`, where the address of the first host is found, and 0 for a free port."""
     if text is None:
         return None
     host, _, port = text.rpartition(":")
-    if not (host or bare) or not port.isdecimal() or int(port) > 65535:
+    if not (host or bare) or not port.isdecimal() or not (0 if bare else 1) <= int(port) <= 65535:
         raise UsageError(f"--rendezvous: got {text!r}; write HOST:PORT, such as node0:29500")
     return text
 

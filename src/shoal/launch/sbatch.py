@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
         if "\n" in value:
             raise UsageError(f"{option}: got {value!r}; a directive is one line")
     if not Path(args.script).exists():
-        raise LaunchError(f"no script {args.script!r} in {Path.cwd()}")
+        raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
     text = script(args)
     if args.output is None:
         sys.stdout.write(text)

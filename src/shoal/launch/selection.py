@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,11 @@ from shoal.cluster.launchers import LAUNCHERS, Launcher, Start
 from shoal.errors import HostsError, LaunchError, UsageError
 from shoal.launch import bootstrap
 from shoal.launch.cluster import Cluster
-from shoal.launch.console import counted, numbered_ranks, print_status
+from shoal.launch.complaints import explain
+from shoal.launch.console import counted, numbered_ranks
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.printing import print_status
 from shoal.launch.starting import Starter
 
 __all__ = ["MOST_SECONDS", "Selection", "add_arguments", "asks_for_hosts", "select", "split_words"]
@@ -63,14 +65,18 @@ class Selection:
     def commands(self, program: str, job_file: str | None) -> list[list[str]]:
         """Return the commands that start the hosts."""
         own = frozenset(("localhost", "127.0.0.1", socket.gethostname()))
-        start = Start(hosts=tuple(host.name for host in self.hosts), args=self.args, ssh_port=self.ssh_port,
-                      setup=self.setup, command=(sys.executable, bootstrap.__file__, job_file or "-"), local=own,
-                      root=os.geteuid() == 0, anywhere=self.anywhere)
+        setup = None if self.setup is None else os.path.abspath(self.setup)  # hosts begin in another folder
+        start = Start(hosts=tuple(host.name for host in self.hosts), args=self.args, ssh_port=self.ssh_port, setup=setup,
+                      command=(sys.executable, bootstrap.__file__, job_file or "-"), local=own, root=os.geteuid() == 0,
+                      anywhere=self.anywhere)
         return self.launcher.render(program, start)
 
     @contextmanager
-    def cluster(self, plan: LaunchPlan | None) -> Generator[Cluster]:
-        """Give the job's cluster, not started yet; the file that hosts share is gone at the end at the latest."""
+    def cluster(self, plan: LaunchPlan | None, tell: Callable[[str], None] = print_status) -> Generator[Cluster]:
+        """Give the job's cluster, not started yet; the file that hosts share is gone at the end at the latest.
+
+        `tell` gets what the user must know meanwhile.
+        """
         launchers.refuse_nested(self.launcher, os.environ, [host.name for host in self.hosts])
         program = launchers.find(self.launcher, shutil.which, _version)
         environment = dict(os.environ)
@@ -82,7 +88,8 @@ class Selection:
         job = ClusterJob(secret=secrets.token_hex(16), hosts=self.hosts, environment=dict(self.environment),
                          folder=os.getcwd(), plan=plan, least=self.least, quiet=self.quiet)
         if self.launcher.stdin:
-            yield Cluster(Starter(self.launcher, self.commands(program, None), environment, None), job, self.launcher.name)
+            starter = Starter(self.launcher, self.commands(program, None), environment, None)
+            yield Cluster(starter, job, self.launcher.name, tell)
             return
         try:
             made = tempfile.TemporaryDirectory(prefix=".shoal-job-", dir=os.getcwd())  # its mode is 0700
@@ -93,8 +100,8 @@ class Selection:
         with made as folder:
             file = Path(folder, "job.json")
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
-            yield Cluster(Starter(self.launcher, self.commands(program, str(file)), environment, file), job,
-                          self.launcher.name)
+            starter = Starter(self.launcher, self.commands(program, str(file)), environment, file)
+            yield Cluster(starter, job, self.launcher.name, tell)
 
     def describe(self, what: str) -> str:
         """Return the plan: hosts, ranks, variables, and the commands that would run."""
@@ -209,7 +216,8 @@ def _hosts(args: argparse.Namespace, launcher: Launcher, nodes: int | None, rank
     if (listing := os.environ.get("SLURM_JOB_NODELIST")) is not None:
         done = subprocess.run(["scontrol", "show", "hostnames", listing], capture_output=True, text=True, check=False)
         if done.returncode or not done.stdout.split():
-            raise LaunchError(f"scontrol show hostnames {listing} failed: {done.stderr.strip()}; give --hostfile")
+            raise LaunchError(f"scontrol show hostnames {listing} failed: {explain(done.stderr.splitlines())}; or give "
+                              "--hostfile FILE")
         return [Host(name=name, slots=slots) for name in done.stdout.split()], False
     return [Host(name="", slots=slots) for _ in range(nodes or 1)], True
 

@@ -31,6 +31,8 @@ LINGER = 5.0
 """Seconds that a process has to end once its connection has closed."""
 HANDSHAKE = 20.0
 """Seconds that a host has to prove that it has read the job."""
+EVENTS = 1000
+"""Events that wait to be taken; then the connections wait, and with them what the hosts send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class Starter:
 
     def __init__(self, launcher: Launcher, commands: Sequence[Sequence[str]], environment: Mapping[str, str],
                  job_file: Path | None) -> None:
-        self.events: queue.SimpleQueue[HostEvent] = queue.SimpleQueue()
+        self.events: queue.Queue[HostEvent] = queue.Queue(EVENTS)
         self._launcher = launcher
         self._commands = commands
         self._environment = {**environment, **launcher.variables}
@@ -100,6 +102,7 @@ class Starter:
 
     def end(self, seconds: float) -> None:
         """End what was started here, after at most some seconds of waiting for it."""
+        self._thread(self._discard)  # a process that still writes could not end
         if self._listener is not None:
             self._listener.close()
         for process in self._processes:
@@ -181,6 +184,10 @@ class Starter:
         while (message := channel.receive()) is not None:
             self.events.put(HostEvent(node=node, message=message))
         channel.close_reader()
+
+    def _discard(self) -> None:
+        while True:
+            self.events.get()
 
     def _read_lines(self, node: int | None, stream: BinaryIO) -> None:
         with stream:

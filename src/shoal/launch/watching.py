@@ -59,11 +59,11 @@ class Reaction:
         readings = [self._watch.reading(local_rank) for local_rank in range(local_ranks)]
         return all(reading is not None and reading.steps > 0 for reading in readings)
 
-    def poll(self, ranks: Mapping[int, WatchedRank]) -> None:
-        """Look at the ranks, by local rank, if it is time to."""
+    def poll(self, ranks: Mapping[int, WatchedRank], *, held_up: bool) -> None:
+        """Look at the ranks, by local rank, if it is time to; `held_up`: something outside of the job has them wait."""
         if self._mode == "off" or time.monotonic() - self._looked < LOOK:
             return
-        found = self._watch.poll({local_rank: each.pid for local_rank, each in ranks.items()})
+        found = self._watch.poll({local_rank: each.pid for local_rank, each in ranks.items()}, held_up=held_up)
         for suspicion in found:
             watched = ranks[suspicion.local_rank]
             if self.restarts:

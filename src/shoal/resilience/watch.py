@@ -121,10 +121,13 @@ class Watch:
         """Return the page of a rank."""
         return read(os.path.join(self.folder, f"rank{local_rank}"))
 
-    def poll(self, pids: Mapping[int, int]) -> list[Suspicion]:
-        """Return the ranks that are stopped or hung now; `pids` are the processes by local rank."""
+    def poll(self, pids: Mapping[int, int], *, held_up: bool = False) -> list[Suspicion]:
+        """Return the ranks that are stopped or hung now; `pids` are the processes by local rank.
+
+        Where something outside of the job holds its ranks up, the calls of now have their whole deadlines after that.
+        """
         now = time.monotonic()
-        if now - self._looked > PAUSE:  # this process was stopped, and the ranks may have been with it
+        if held_up or now - self._looked > PAUSE:  # or this process was stopped, and the ranks may have been with it
             self._resumed = now
         self._looked = now
         found: list[Suspicion] = []
