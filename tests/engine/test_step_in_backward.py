@@ -19,6 +19,8 @@ from shoal.errors import ConfigError, TierError, UsageError
 from shoal.optim.step_scheduler import began_in_backward
 from shoal.testing import run_ranks
 
+from .test_lost import logged
+
 WIDTH = 64
 DISK: dict[str, Any] = {"device": "nvme", "buffer_count": 2}
 MEMORY: dict[str, Any] = {"offload_optimizer": {}}
@@ -405,16 +407,21 @@ def test_a_damaged_swap_file_is_named_in_the_error(tmp_path: Path) -> None:
     assert file in message and "rank 0" in message and "unit '" in message
 
 
-def unfinished(folder: str, tier: dict[str, Any], stage: int) -> None:
+def unfinished(folder: str, tier: dict[str, Any], stage: int, ends: bool) -> None:
     engine = engine_of(folder, tier, stage)
     engine.backward(loss_of(engine))
-    engine.destroy()
+    if ends:
+        engine.step()
+    with logged() as lines:
+        engine.destroy()
+    assert any("backward has begun a step that engine.step() has not ended" in line for line in lines) == (not ends)
     assert all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
 
 
-@pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 1), (ALL, 0), (ALL, 3)])
-def test_an_engine_can_be_destroyed_between_backward_and_step(tier: Any, stage: int, tmp_path: Path) -> None:
-    run_ranks(2, unfinished, str(tmp_path), tier, stage)
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 1), (ON_HOST, 2), (ALL, 0), (ALL, 3)])
+def test_an_engine_destroyed_before_the_step_says_so(tier: Any, stage: int, ends: bool, tmp_path: Path) -> None:
+    run_ranks(2, unfinished, str(tmp_path), tier, stage, ends)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -67,6 +67,9 @@ class CopyStream:
     def keep_for_compute(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor`, if allocated in this stream, until the compute stream's present work is done."""
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor`, if it is freed, until this stream's present work is done."""
+
     def defer(self, callback: Callable[[], None]) -> None:
         """Call `callback`, which waits for a copy and goes on from there, once a few later ones were deferred."""
         self._deferred.append(callback)
@@ -97,6 +100,10 @@ class _SideStream(CopyStream):
     def keep_for_compute(self, tensor: Tensor) -> None:
         if on_accelerator(tensor):  # host memory belongs to no stream
             record_use(tensor)
+
+    def keep(self, tensor: Tensor) -> None:
+        if on_accelerator(tensor):
+            self._stream.record_use(tensor)
 
 
 def allocate(tensor: Tensor) -> None:
@@ -176,6 +183,10 @@ class StagingBuffers:
         event = stream.record_event()
         self._buffers.append((self._borrowed, event))
         return event
+
+    def keep(self, target: Tensor) -> None:
+        """Keep the memory of `target`, if it is freed, until it has what was sent so far."""
+        h2d_stream(self._device).keep(target)
 
 
 class UploadRing:
