@@ -312,6 +312,29 @@ def test_calls_between_backward_and_step_are_refused_without_harm(tier: Any, sta
     assert all(map(torch.equal, found, run_ranks(1, too_soon, str(tmp_path), tier, stage, False)[0][1]))
 
 
+def swapped(folder: str, stage: int) -> bool:
+    found: list[list[Tensor]] = []
+    for swaps in (False, True):
+        engine = engine_of(folder, MEMORY, stage)
+        for number in range(2):
+            engine.backward(loss_of(engine, number))
+            parameter = next(engine.module.parameters())
+            former = parameter.data
+            if swaps:
+                parameter.data = torch.full_like(former, 7.0)
+                with pytest.raises(UsageError, match=r"'first\.weight' was given other memory .* since backward stepped"):
+                    engine.step()
+                parameter.data = former
+            engine.step()
+        found.append(weights(engine))
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_stepped_parameter_with_other_memory_is_refused_by_name(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(1, swapped, str(tmp_path), stage) == [True]
+
+
 def kept(folder: str) -> list[bool]:
     engine = engine_of(folder, MEMORY, 0)
     with pytest.raises(UsageError, match="retain_graph=True keeps a graph whose weights this pass is to step"):
