@@ -70,7 +70,7 @@ class ParameterState:
         if not self._exists(kind):
             return None
         with self._pieces(kind, changed=False) as pieces:
-            return torch.cat([torch.empty(0), *(piece.values.float().cpu() for piece in pieces)]).div_(
+            return torch.cat([torch.empty(0, device="cpu"), *(piece.values.float().cpu() for piece in pieces)]).div_(
                 self._factor(kind)).to(self.unit.full.device)
 
     @torch.no_grad()

@@ -163,7 +163,7 @@ class StagingBuffers:
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return host memory (elements,) to write to; its contents are undefined."""
         size = elements * dtype.itemsize
-        buffer = torch.empty(0, dtype=torch.uint8)
+        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         if len(self._buffers) > 1:
             buffer, event = self._buffers.pop(0)
             event.synchronize()
@@ -229,7 +229,7 @@ def upload_ring(device: torch.device) -> UploadRing:
 
 def _page_locked(size: int, device: torch.device) -> Tensor:
     """Return `size` bytes of host memory, page-locked for `device` where that is possible."""
-    return pinned_zeros(size, torch.uint8, device) if can_pin(device) else torch.empty(size, dtype=torch.uint8)
+    return pinned_zeros(size, torch.uint8, device) if can_pin(device) else torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 class PinnedRing:
