@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
+from shoal.compat.parameters import safe_set_full_fp32_param
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, TierError, UsageError
 from shoal.optim.step_scheduler import began_in_backward
@@ -284,6 +285,8 @@ TOO_SOON: dict[str, tuple[Callable[[shoal.Engine], object], str]] = {
     "forward": (loss_of, r"the weights of unit '\S+' were asked for after backward stepped"),
     "gathering": (gather, r"the weights of unit '\S+' were asked for after backward stepped"),
     "exporting": (weights, r"the weights of unit '\S+' were asked for after backward stepped"),
+    "writing a master": (lambda engine: safe_set_full_fp32_param(next(engine.module.parameters()), torch.ones(WIDTH, WIDTH)),
+                         r"the weights of unit '\S*' were asked for after backward stepped"),
     "another batch size": (lambda engine: engine.set_train_batch_size(4), "called within an accumulation"),
 }
 
