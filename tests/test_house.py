@@ -100,6 +100,13 @@ DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
 }
 """Files beside device.py that name a kind of accelerator, the words or parts of texts that they may say, and the reason."""
 
+NAMES_ITS_DEVICE = ("activation/", "checkpoint/", "data/", "device.py", "engine/", "mesh/", "native/", "optim/", "pipeline/",
+                    "precision/", "recording/", "resilience/", "sparse/", "tensor_parallel/", "tier/", "transport/", "zero/")
+"""Where tensors are made for the library itself: of the host, or of a device that is named."""
+FACTORIES = frozenset({"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+                       "randint", "randn", "randperm", "tensor", "zeros"})
+"""Functions of torch whose result is where `torch.set_default_device` says, unless their call does."""
+
 PRINTS = {"compat/deepspeed/env_report.py": "the command `ds_report`",
           "compat/deepspeed/launcher/runner.py": "the command `deepspeed`",
           "compat/deepspeed/utils/zero_to_fp32.py": "the command `zero_to_fp32.py`",
@@ -434,6 +441,23 @@ def foreign_device_words(name: str, tree: ast.Module) -> Iterator[str]:
         if name != "device.py" and not any(part == word or (" " in word and part in word) or word.endswith(f".{part}")
                                            for part in allowed):
             yield f"line {line} names {word!r}: ask shoal/device.py, which answers for every kind of device"
+
+
+def made_where_a_script_says(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each call that makes a tensor and leaves its device to torch's default, which a script may set."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name), keywords=given) if name in FACTORIES:
+                if not any(keyword.arg in ("device", None) for keyword in given):
+                    yield node.lineno
+
+
+def test_tensors_of_the_library_are_made_on_a_named_device() -> None:
+    found = [f"shoal/{name_of(path)}: line {line}: add device=" for path in FILES
+             if name_of(path).startswith(NAMES_ITS_DEVICE) for line in made_where_a_script_says(tree_of(path))]
+    assert not found, "\n".join(found)
+    source = "torch.zeros(2)\ntorch.zeros(2, device='cpu')\ntorch.zeros(2, **options)\nx.new_zeros(2)"
+    assert list(made_where_a_script_says(ast.parse(source))) == [1]
 
 
 def test_one_file_asks_which_accelerator_there_is() -> None:

@@ -341,7 +341,7 @@ def can_pin(device: torch.device) -> bool:
 @cache
 def _can_pin(kind: str) -> bool:
     try:
-        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+        torch.empty(1, dtype=torch.uint8, pin_memory=True, device="cpu")
     except (RuntimeError, NotImplementedError) as error:
         warn_once(f"{kind}: host memory cannot be page-locked for the device ({str(error).splitlines()[0]}): copies between "
                   f"host and device block the host, and pin_memory has no effect")

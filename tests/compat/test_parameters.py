@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shoal
 import shoal.compat.deepspeed as deepspeed
 from shoal.compat.deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -81,6 +82,23 @@ def full_values(cases: list[dict[str, Any]], half: bool) -> bool:
         train(engine)
         engine.destroy()
     return True
+
+
+def of_an_engine_of_shoal() -> None:
+    model = nn.Linear(4, 4)
+    engine = shoal.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"},
+                                                   "zero_optimization": {"stage": 2}})[0]
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    safe_set_full_fp32_param(model.weight, torch.full((4, 4), 3.0))
+    assert torch.equal(model.weight.detach(), torch.full((4, 4), 3.0))
+    assert torch.equal(safe_get_full_fp32_param(model.weight), model.weight.detach())
+    assert safe_get_full_optimizer_state(model.weight, "exp_avg").any()
+    assert safe_get_full_fp32_param(nn.Parameter(torch.ones(2))) is None
+
+
+def test_parameters_of_an_engine_that_shoal_has_built_are_found() -> None:
+    run_ranks(2, of_an_engine_of_shoal)
 
 
 def check_gradient(engine: Any, parameters: list[nn.Parameter], half: bool) -> None:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
+from shoal.compat.parameters import safe_set_full_fp32_param
 from shoal.engine.schema import Config
 from shoal.errors import ConfigError, TierError, UsageError
 from shoal.optim.step_scheduler import began_in_backward
 from shoal.testing import run_ranks
+
+from .test_lost import logged
 
 WIDTH = 64
 DISK: dict[str, Any] = {"device": "nvme", "buffer_count": 2}
@@ -282,6 +285,8 @@ TOO_SOON: dict[str, tuple[Callable[[shoal.Engine], object], str]] = {
     "forward": (loss_of, r"the weights of unit '\S+' were asked for after backward stepped"),
     "gathering": (gather, r"the weights of unit '\S+' were asked for after backward stepped"),
     "exporting": (weights, r"the weights of unit '\S+' were asked for after backward stepped"),
+    "writing a master": (lambda engine: safe_set_full_fp32_param(next(engine.module.parameters()), torch.ones(WIDTH, WIDTH)),
+                         r"the weights of unit '\S*' were asked for after backward stepped"),
     "another batch size": (lambda engine: engine.set_train_batch_size(4), "called within an accumulation"),
 }
 
@@ -308,6 +313,29 @@ def test_calls_between_backward_and_step_are_refused_without_harm(tier: Any, sta
     for name, (_, pattern) in TOO_SOON.items():
         assert re.search(pattern, errors[name]), (name, errors[name])
     assert all(map(torch.equal, found, run_ranks(1, too_soon, str(tmp_path), tier, stage, False)[0][1]))
+
+
+def swapped(folder: str, stage: int) -> bool:
+    found: list[list[Tensor]] = []
+    for swaps in (False, True):
+        engine = engine_of(folder, MEMORY, stage)
+        for number in range(2):
+            engine.backward(loss_of(engine, number))
+            parameter = next(engine.module.parameters())
+            former = parameter.data
+            if swaps:
+                parameter.data = torch.full_like(former, 7.0)
+                with pytest.raises(UsageError, match=r"'first\.weight' was given other memory .* since backward stepped"):
+                    engine.step()
+                parameter.data = former
+            engine.step()
+        found.append(weights(engine))
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_stepped_parameter_with_other_memory_is_refused_by_name(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(1, swapped, str(tmp_path), stage) == [True]
 
 
 def kept(folder: str) -> list[bool]:
@@ -405,16 +433,21 @@ def test_a_damaged_swap_file_is_named_in_the_error(tmp_path: Path) -> None:
     assert file in message and "rank 0" in message and "unit '" in message
 
 
-def unfinished(folder: str, tier: dict[str, Any], stage: int) -> None:
+def unfinished(folder: str, tier: dict[str, Any], stage: int, ends: bool) -> None:
     engine = engine_of(folder, tier, stage)
     engine.backward(loss_of(engine))
-    engine.destroy()
+    if ends:
+        engine.step()
+    with logged() as lines:
+        engine.destroy()
+    assert any("backward has begun a step that engine.step() has not ended" in line for line in lines) == (not ends)
     assert all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
 
 
-@pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 1), (ALL, 0), (ALL, 3)])
-def test_an_engine_can_be_destroyed_between_backward_and_step(tier: Any, stage: int, tmp_path: Path) -> None:
-    run_ranks(2, unfinished, str(tmp_path), tier, stage)
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("tier", "stage"), [(MEMORY, 1), (ON_HOST, 2), (ALL, 0), (ALL, 3)])
+def test_an_engine_destroyed_before_the_step_says_so(tier: Any, stage: int, ends: bool, tmp_path: Path) -> None:
+    run_ranks(2, unfinished, str(tmp_path), tier, stage, ends)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -220,6 +221,46 @@ def _up_through_a_ring() -> list[Tensor]:
     return [target.cpu() for target in targets]
 
 
+def _dropped_under_a_copy() -> list[Tensor]:
+    """Weights are on their way to the device, and their buffer is dropped; what has its memory keeps what it is given."""
+    device = current_device()
+    buffer = elastic(1024, torch.float32, range(1024), device, _host(), "weights")
+    buffer.shrink()
+    buffer.grow()
+    del buffer
+    other = torch.full((1024,), 5.0, device=device)
+    synchronize(device)
+    return [other.cpu()]
+
+
+def _after_a_backward_that_steps() -> shoal.Engine:
+    config = _Training(zero={"stage": 2, "offload_optimizer": _IN_BACKWARD}, more=_BF16)._config("")
+    engine = shoal.initialize(model=_layers(), config={**config, "gradient_clipping": 0.0})[0]
+    engine.backward(engine(_batch(0, torch.bfloat16).to(engine.device)).float().square().mean())
+    return engine
+
+
+def _dropped_in_backward() -> list[Tensor]:
+    """An engine is dropped after a backward that has stepped; what has its memory keeps what it is given."""
+    engine, device = _after_a_backward_that_steps(), current_device()
+    assert engine.sharded is not None and engine.optimizer is not None
+    engine.optimizer.finish_deferred_steps()
+    sizes = [unit.full.numel() for unit in engine.sharded.units]
+    del engine
+    gc.collect()
+    others = [torch.full((size,), 5.0, dtype=torch.bfloat16, device=device) for size in sizes]
+    synchronize(device)
+    return [other.cpu() for other in others]
+
+
+def _destroyed_in_backward() -> list[Tensor]:
+    """An engine is destroyed between a backward that has stepped and the step: the model has the stepped weights."""
+    engine = _after_a_backward_that_steps()
+    model = engine.module
+    engine.destroy()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
 def _issued_in_other_orders() -> list[Tensor]:
     """Ranks give the device two collectives of one size in different orders: 1 where the step says so."""
     group = dist.new_group(backend=BACKEND)
@@ -321,6 +362,9 @@ PROGRAMS: dict[str, Program] = {
     "staged and released": Program(ranks=1, run=_staged_and_released),
     "through a ring": Program(ranks=1, run=_through_a_ring),
     "up through a ring": Program(ranks=1, run=_up_through_a_ring),
+    "dropped under a copy": Program(ranks=1, run=_dropped_under_a_copy),
+    "dropped in backward": Program(ranks=1, run=_dropped_in_backward),
+    "destroyed in backward": Program(ranks=1, run=_destroyed_in_backward),
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
     "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
     "gradients read": Program(ranks=2, run=_gradients_read),

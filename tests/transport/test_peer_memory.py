@@ -58,6 +58,32 @@ def test_memory_gives_the_same_bits_and_byte_counts_as_sockets(ranks: int) -> No
         assert lent == sent == (4 + 4 + 2) * SPAN * (ranks - 1)
 
 
+def interrupted() -> Tensor:
+    ranks, store = communicator(), dist.distributed_c10d._get_default_store()
+    if ranks.rank == 1:
+        store.get("interrupted")
+        return gathered(ranks)
+    full, wait = torch.zeros(SPAN * 2), peer_memory.PeerTransfer.wait
+    full[:SPAN] = torch.arange(SPAN)
+    handle = ranks.all_gather(full, GATHER)
+
+    def interrupt(self: object, timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    peer_memory.PeerTransfer.wait = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    peer_memory.PeerTransfer.wait = wait
+    store.set("interrupted", "")
+    handle.wait()
+    return full
+
+
+def test_a_wait_after_an_interrupted_one_is_for_what_is_left() -> None:
+    first, second = run_ranks(2, interrupted)
+    assert torch.equal(first, second)
+
+
 def lent_by_size() -> tuple[int, int]:
     ranks = communicator(4 * SPAN)
     gathered(ranks)

@@ -17,13 +17,14 @@ from shoal.testing import run_ranks
 from .test_cost import Wide
 
 
-def _engine(stage: int, *, shards: int = 2, overlap: bool = True, **more: Any) -> Engine:
+def _engine(stage: int, *, shards: int | None = 2, overlap: bool = True, **more: Any) -> Engine:
     torch.manual_seed(0)
+    copies = {} if shards is None else {"mics_shard_size": shards}
     return shoal.initialize(model=Wide(), config={
         "train_micro_batch_size_per_gpu": 2, "timeout": 20, "log_level": "error", "gradient_clipping": 0.1,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "mics_shard_size": shards, "stage3_param_persistence_threshold": 0,
-                              "overlap_comm": overlap}, **more})[0]
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": overlap, **copies},
+        **more})[0]
 
 
 def _loss(engine: Engine, number: int) -> Tensor:
@@ -100,6 +101,37 @@ def test_a_pass_after_a_sum_over_copies_is_added_once() -> None:
     for mine, right in zip(found, expected, strict=True):
         assert torch.equal(mine, found[0])
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
+def _fails_once(stage: int, shards: int | None, launch: str) -> None:
+    engine, other = _engine(stage, shards=shards), _engine(stage, shards=shards)
+    for each in (engine, other):
+        each.backward(_loss(each, 0))
+        each.step()
+    assert engine.sharded is not None and other.sharded is not None
+    gradient, right = (each.trainable[2].gradient for each in (engine.sharded, other.sharded))
+    start = getattr(gradient.transport, launch)
+    failures = [MemoryError("no room for a buffer")]
+
+    def fails(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return start(*given)
+
+    setattr(gradient.transport, launch, fails)
+    with pytest.raises(MemoryError, match="no room for a buffer"):
+        engine.backward(_loss(engine, 1))
+    gradient.wait_reduced()
+    other.backward(_loss(other, 1))
+    assert torch.equal(gradient.reduced, right.reduced)
+
+
+@pytest.mark.parametrize(("stage", "shards", "launch"), [
+    (0, None, "replicate"), (2, 2, "sum_over_replicas"), (2, 2, "_replicate_over")])
+def test_what_follows_a_sum_and_could_not_start_starts_at_the_next_wait(stage: int, shards: int | None,
+                                                                         launch: str) -> None:
+    """It never counts as done: a step would take a part of the sum for the whole."""
+    run_ranks(4, _fails_once, stage, shards, launch)
 
 
 def _read() -> None:

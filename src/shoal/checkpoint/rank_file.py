@@ -65,7 +65,7 @@ class Staging:
     """A host memory buffer that successive saves reuse."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._rings: dict[torch.device, PinnedRing] = {}
 
     @torch.no_grad()
@@ -126,8 +126,8 @@ class Staging:
     def _reserve(self, groups: list[list[Piece]], size: int) -> None:
         """Have memory for a save of these `groups`, one a file, of which at most `size` bytes are staged at once."""
         if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old one first
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 class LinkedStaging(Staging):
@@ -207,7 +207,8 @@ def _dtype_fault(data: Tensor) -> str | None:
 def _without_data(piece: Piece) -> Piece:
     box = piece.interval.box if piece.offset is not None else None
     return Piece(name=piece.name, shape=tuple(piece.shape), start=piece.start, stop=piece.stop,
-                 data=torch.empty(0, dtype=piece.data.dtype), offset=box and tuple(box.offset), size=box and tuple(box.size))
+                 data=torch.empty(0, dtype=piece.data.dtype, device="cpu"), offset=box and tuple(box.offset),
+                 size=box and tuple(box.size))
 
 
 def _header(pieces: Iterable[Piece], rank: int) -> bytes:

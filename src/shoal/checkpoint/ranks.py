@@ -65,7 +65,7 @@ class Ranks:
         width = max(sizes) - SHORT
         if width <= 0:
             return begins
-        received = [torch.empty(width, dtype=torch.uint8) for _ in sizes]
+        received = [torch.empty(width, dtype=torch.uint8, device="cpu") for _ in sizes]
         # group methods, because dist.all_gather fails once the default group is destroyed
         self._wait(self._group.allgather([received], [_padded(message[SHORT:], width)]))
         return [begin + _bytes(data, max(0, size - SHORT))
@@ -77,7 +77,7 @@ class Ranks:
             return [message]
         sizes, _ = self._first_exchange(message)
         width = max(1, *sizes)
-        received = [torch.empty(width, dtype=torch.uint8) for _ in sizes] if self.rank == 0 else []
+        received = [torch.empty(width, dtype=torch.uint8, device="cpu") for _ in sizes] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
         self._wait(self._group.gather([received] if received else [], [_padded(message, width)], options))
@@ -132,7 +132,7 @@ class Ranks:
 
 
 def _padded(message: bytes, size: int) -> torch.Tensor:
-    data = torch.zeros(size, dtype=torch.uint8)
+    data = torch.zeros(size, dtype=torch.uint8, device="cpu")
     if message:
         data[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     return data

@@ -140,7 +140,7 @@ class Snapshot(ABC):
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one full tensor on the CPU, in `dtype` (None: as saved). Not a collective call."""
-        data = torch.empty(prod(self.shape(name)), dtype=dtype or self.dtype(name))
+        data = torch.empty(prod(self.shape(name)), dtype=dtype or self.dtype(name), device="cpu")
         self._fill([Piece(name=name, shape=self.shape(name), start=0, stop=data.numel(), data=data)])
         return data.view(self.shape(name))
 
@@ -180,7 +180,7 @@ class IndexedSnapshot(Snapshot):
         self._verify = verify
         self._folder = self._resources.enter_context(folders.lock(path, shared=True)) if path.is_dir() else None
         self._open: dict[str, int] = {}
-        self._block = torch.empty(BLOCK, dtype=torch.uint8)
+        self._block = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
 
     @property
     def step(self) -> int:

@@ -65,9 +65,9 @@ class SpreadSnapshot(IndexedSnapshot):
         own = f"{PRIVATE}{ranks.rank}/"
         small = [name for name, stored in index.tensors.items()
                  if name.startswith((SHARED, own)) or (not stored.shape and not name.startswith(PRIVATE))]
-        pieces = [Piece(name=name, shape=index.tensors[name].shape, start=0, stop=index.tensors[name].elements,
-                        data=torch.empty(index.tensors[name].elements, dtype=DTYPES[index.tensors[name].dtype]))
-                  for name in small]
+        pieces = [Piece(name=name, shape=stored.shape, start=0, stop=stored.elements,
+                        data=torch.empty(stored.elements, dtype=DTYPES[stored.dtype], device="cpu"))
+                  for name, stored in ((name, index.tensors[name]) for name in small)]
         snapshot.fill(pieces)
         snapshot._fetched = {piece.name: piece.data.view(piece.shape) for piece in pieces}
         return snapshot
@@ -117,13 +117,13 @@ class SpreadSnapshot(IndexedSnapshot):
             if message.sender == self._ranks.rank:
                 self._ranks.exchange(sent=[(self._bytes_of(message), message.receiver)])
             elif message.receiver == self._ranks.rank:
-                data = torch.empty(message.bytes, dtype=torch.uint8)
+                data = torch.empty(message.bytes, dtype=torch.uint8, device="cpu")
                 self._ranks.exchange(received=[(data, message.sender)])
                 yield from data.split([size for _, size in message.blocks])
 
     def _bytes_of(self, message: _Message) -> Tensor:
         """Read the blocks of a message; what cannot be read stays zero, and fails the receiver's checksum."""
-        data = torch.zeros(message.bytes, dtype=torch.uint8)
+        data = torch.zeros(message.bytes, dtype=torch.uint8, device="cpu")
         view, begin = memory(data), 0
         for at, size in message.blocks:
             with suppress(OSError):

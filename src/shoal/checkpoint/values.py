@@ -167,7 +167,7 @@ class _Encoder:
 
 
 def _raw(data: bytes | bytearray) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _encodable(text: str, where: str) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.compat.raising import as_published
+from shoal.engine.base import BaseEngine
 from shoal.errors import NotSupportedYet, UsageError
 from shoal.optim.parameter_state import GRADIENT, MASTER, ParameterState
 from shoal.optim.sharded import ShardedOptimizer
@@ -290,8 +291,14 @@ def _answering(name: str, answer: Callable[[nn.Parameter, Unit], Any]) -> Callab
 
 
 def _state(parameter: nn.Parameter) -> ParameterState | None:
-    optimizer = _optimizers.get(parameter)
-    return None if optimizer is None else ParameterState.of(optimizer, parameter)
+    """Return the state of a parameter that an engine of this process trains, whichever call has built it."""
+    for reference in list(BaseEngine.engines.values()):
+        engine = reference()
+        if engine is not None and engine.optimizer is not None:
+            state = ParameterState.of(engine.optimizer, parameter)
+            if state is not None:
+                return state
+    return None
 
 
 def _local(parameter: nn.Parameter) -> ParameterState | None:

@@ -84,6 +84,6 @@ def permutation(samples: int, seed: int, epoch: int, *, shuffle: bool, left_out:
     It has all of the `samples` but those that are `left_out`, which change nothing about the order of the others.
     """
     dtype = torch.int32 if samples < 2**31 else torch.int64
-    order = (torch.randperm(samples, generator=generator(seed, epoch), dtype=dtype) if shuffle
-             else torch.arange(samples, dtype=dtype))
-    return order[~torch.isin(order, torch.tensor(sorted(left_out), dtype=dtype))] if left_out else order
+    order = (torch.randperm(samples, generator=generator(seed, epoch), dtype=dtype, device="cpu") if shuffle
+             else torch.arange(samples, dtype=dtype, device="cpu"))
+    return order[~torch.isin(order, torch.tensor(sorted(left_out), dtype=dtype, device="cpu"))] if left_out else order

@@ -461,6 +461,10 @@ class BaseEngine(Accessors, nn.Module):
         self.failure_board.name_call(f"destroy after {self.progress.global_steps} steps")
         page.enter(TrainingPhase.END, self.progress.global_steps)
         self.destroyed = True
+        if self.optimizer is not None and self.optimizer.begun:
+            logger.warning("rank %d: destroy: backward has begun a step that engine.step() has not ended (offload_optimizer."
+                           "step_in_backward): some weights have taken it, on this rank or another, and others have not; "
+                           "call engine.step() before destroy", self.global_rank)
         try:
             self.checkpointer.wait_for_copy()
             self.wait_for_checkpoint()

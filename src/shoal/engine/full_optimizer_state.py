@@ -97,7 +97,7 @@ def _place(part: Tensor, pieces: Sequence[_Sent], tensors: dict[str, Tensor]) ->
     """Copy the pieces that `part` holds to their places in `tensors`."""
     for data, piece in zip(part.split([piece.bytes for piece in pieces]), pieces, strict=True):
         if piece.name not in tensors:
-            tensors[piece.name] = torch.zeros(piece.shape, dtype=piece.dtype)
+            tensors[piece.name] = torch.zeros(piece.shape, dtype=piece.dtype, device="cpu")
         whole = tensors[piece.name].view(-1)
         for overlap in overlaps(piece.interval, _whole(piece.shape)):
             overlap.copy(data.clone().view(piece.dtype), whole)  # a copy is aligned to its dtype
@@ -214,7 +214,7 @@ def _contents(state_dict: Mapping[str, Any], names: list[list[str]], shapes: Map
             if value is None:
                 continue
             if not isinstance(value, Tensor):
-                contents.scalars[f"{NUMBER}{kind}/{name}"] = torch.tensor(float(value), dtype=torch.float64)
+                contents.scalars[f"{NUMBER}{kind}/{name}"] = torch.tensor(float(value), dtype=torch.float64, device="cpu")
             elif value.dim() == 0 and (kind == "step" or shapes[name]):
                 contents.scalars[f"{SCALAR}{kind}/{name}"] = value.cpu()
             elif list(value.shape) != list(shapes[name]):

@@ -210,7 +210,8 @@ def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts
         span, at = (unit.state.moments[kind], at) if kind in unit.state.moments else (ResidentSpan(value), at - view.start)
         yield from _pieces(span, at, kind, slot, range(start - slot.start, stop - slot.start), cuts)
     elif start == slot.start and (slot.name not in cuts or cuts[slot.name].rank == 0):
-        prefix, scalar = (SCALAR, value) if isinstance(value, Tensor) else (NUMBER, torch.tensor(value, dtype=torch.float64))
+        prefix, scalar = (SCALAR, value) if isinstance(value, Tensor) else (
+            NUMBER, torch.tensor(value, dtype=torch.float64, device="cpu"))
         yield Piece(name=f"{prefix}{kind}/{slot.name}", shape=(), start=0, stop=1, data=scalar.reshape(1))
 
 

@@ -109,7 +109,7 @@ class Mesh:
             process_group.init_distributed()
         sizes = Sizes(pipeline=pipeline, replica=replica, shard=shard, sequence=sequence, tensor=tensor)
         shape = sizes.over(dist.get_world_size())
-        self.ranks = torch.arange(prod(shape)).view(shape) if ranks is None else ranks.view(shape)
+        self.ranks = torch.arange(prod(shape), device="cpu").view(shape) if ranks is None else ranks.view(shape)
         """The rank at each coordinate."""
         self.place = tuple((self.ranks == dist.get_rank()).nonzero()[0].tolist())
         """This rank's coordinates."""
@@ -127,7 +127,7 @@ class Mesh:
         sizes = dict(zip(axes, (topology.get_dim(axis) for axis in topology.get_axis_names()), strict=True))
         missing = [axis for axis in AXES if axis not in sizes]
         order = [*missing, *axes]
-        ranks = torch.arange(prod(sizes.values())).view([sizes.get(axis, 1) for axis in order])
+        ranks = torch.arange(prod(sizes.values()), device="cpu").view([sizes.get(axis, 1) for axis in order])
         return cls(**({"shard": 1} | sizes), ranks=ranks.permute([order.index(axis) for axis in AXES]).contiguous())
 
     def rank(self, *axes: str) -> int:
@@ -291,7 +291,7 @@ def adapt(mpu: Mesh | Mpu) -> Mesh:
     process_group.init_distributed()
     by_rank = process_group.gather_objects(_coordinates(mpu), "initialize: mpu")
     sizes = {axis: size for axis, (_, size) in by_rank[0].items()}
-    ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], sizes["sequence"], sizes["tensor"]), -1)
+    ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], sizes["sequence"], sizes["tensor"]), -1, device="cpu")
     text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     for rank, theirs in enumerate(by_rank):
         if {axis: size for axis, (_, size) in theirs.items()} != sizes:

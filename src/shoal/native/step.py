@@ -77,7 +77,7 @@ def measure(master: Tensor, moments: Sequence[Tensor], gradient: Tensor, ends: S
     """
     library = _library_for(master, moments, gradient, *([] if addend is None else [addend]))
     assert addend is None or addend.dtype == gradient.dtype
-    sums = torch.empty(len(ends), 2, dtype=torch.float64)
+    sums = torch.empty(len(ends), 2, dtype=torch.float64, device="cpu")
     first, second = map(_pointer, moments)
     library.shoal_lamb_measure(
         ctypes.c_int64(len(ends)), (ctypes.c_int64 * len(ends))(*ends), _pointer(master), first, second, _pointer(gradient),

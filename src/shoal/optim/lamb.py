@@ -125,7 +125,7 @@ class Lamb(Optimizer):
     def begin_step(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
         """Count a step in one tensor's `state`; before the first, `moment` allocates zeros of its shape by name."""
         if not state:
-            state.update(step=torch.zeros(()), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
+            state.update(step=torch.zeros((), device="cpu"), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
 
     def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:
@@ -170,7 +170,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of squares of `tensor` as a scalar tensor in fp64: fp32 over millions is wrong in the fourth digit."""
     if tensor.device.type != "cpu":
         return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for piece in tensor.reshape(-1).split(CHUNK_ELEMENTS):
         wide = piece.double()
         total += wide.dot(wide)

@@ -70,7 +70,7 @@ class ParameterState:
         if not self._exists(kind):
             return None
         with self._pieces(kind, changed=False) as pieces:
-            return torch.cat([torch.empty(0), *(piece.values.float().cpu() for piece in pieces)]).div_(
+            return torch.cat([torch.empty(0, device="cpu"), *(piece.values.float().cpu() for piece in pieces)]).div_(
                 self._factor(kind)).to(self.unit.full.device)
 
     @torch.no_grad()
@@ -141,8 +141,10 @@ class ParameterState:
     def _exists(self, kind: str, *, together: bool = False) -> bool:
         """Finish what is under way, and say whether there is state of this kind. `together`: every rank calls it.
 
-        Raises `UsageError` for the sum of one copy of the state alone, if this rank may be the only one that asks.
+        Raises `UsageError` for the sum of one copy of the state alone, if this rank may be the only one that asks, and where
+        backward has stepped the unit.
         """
+        self.unit.check_not_stepped()
         if self.unit.pending is not None:
             self.unit.pending.finish()
         self.unit.finish_gather()

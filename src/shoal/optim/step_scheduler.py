@@ -468,7 +468,6 @@ def _publish(unit: TrainableUnit) -> None:
     """Complete the step of `unit`: reset its gradient, and publish its weights."""
     unit.end_step()
     unit.gradient.mark_consumed()
-    unit.state.receive_weights()
     unit.publish()
 
 

@@ -262,7 +262,9 @@ class Sender(ChannelEndpoint):
 
 
 def _filler(size: int) -> Tensor:
-    return torch.frombuffer(bytearray(FILLER + bytes(size))[:size], dtype=torch.uint8) if size else torch.empty(0)
+    if not size:
+        return torch.empty(0, device="cpu")
+    return torch.frombuffer(bytearray(FILLER + bytes(size))[:size], dtype=torch.uint8)
 
 
 @dataclass(slots=True)

@@ -75,7 +75,7 @@ class Wire:
 
     def pack_integers(self, *values: int) -> Tensor:
         """Return integers as a tensor that can be sent."""
-        return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
 
     def pack_bytes(self, data: bytes) -> Tensor:
         """Return bytes as a tensor that can be sent."""
@@ -108,7 +108,7 @@ class Wire:
     def break_waits(self) -> None:
         """End all waits in this group, here and at its peers: gloo closes its connections when a wait times out."""
         with suppress(RuntimeError):
-            self._group.recv([torch.empty(1)], self._peer, self._tag).wait(_IMMEDIATELY)
+            self._group.recv([torch.empty(1, device="cpu")], self._peer, self._tag).wait(_IMMEDIATELY)
 
 
 def wire_chunks(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -177,7 +177,7 @@ class Guard:
 
     def _measure(self, step: int, norm: float, gradient: Tensor) -> _Measured:
         total = float(torch.stack([loss.double().reshape(()).cpu() for loss in self._losses]).sum()) if self._losses else 0.0
-        own = torch.tensor([total, len(self._losses), gradient.item(), norm], dtype=torch.float64)
+        own = torch.tensor([total, len(self._losses), gradient.item(), norm], dtype=torch.float64, device="cpu")
         self._losses.clear()
         words = own.view(torch.int64).to(self._ranks.words_device)
         rows = self._ranks.gather_words(words, "the loss and the norm of a step").cpu().view(torch.float64).tolist()

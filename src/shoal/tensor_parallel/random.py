@@ -47,7 +47,7 @@ class Apart:
         Afterwards the host's default generator has advanced by one draw, on every rank.
         """
         host = torch.default_generator
-        seed = _mixed(int(torch.randint(1 << 31, (), generator=host)), self.seed, self.rank)
+        seed = _mixed(int(torch.randint(1 << 31, (), generator=host, device="cpu")), self.seed, self.rank)
         accelerator = device if device is not None and on_accelerator(device) else None
         host_state = host.get_state()
         state = None if accelerator is None else rng_state(accelerator)

@@ -34,12 +34,23 @@ class CopyTransfer(Transfer, Protocol):
         ...
 
 
-class ResidentCopy:
+class _Upload:
+    """A copy to `target`, which the compute stream owns. Dropped before a wait, with its engine, it keeps the memory."""
+
+    def __init__(self, target: Tensor, stream: CopyStream):
+        self._target, self._stream = target, stream
+        self.done = False
+
+    def __del__(self) -> None:
+        if not self.done:
+            self._stream.keep(self._target)
+
+
+class ResidentCopy(_Upload):
     """The copy of `source` into `target`, in `stream`. Where the source is page-locked, the host waits for nothing."""
 
     def __init__(self, source: Tensor, target: Tensor, stream: CopyStream):
-        self._stream = stream
-        self.done = False
+        super().__init__(target, stream)
         stream.follow_compute()
         with stream.following():
             target.copy_(source, non_blocking=True)
@@ -56,20 +67,20 @@ class ResidentCopy:
         self._event.synchronize()
 
 
-class DiskCopy:
+class DiskCopy(_Upload):
     """The copy of a span on disk into `target`: each chunk starts on its way in the thread that has read it.
 
-    The host waits for the disk alone, where the disk has not delivered yet.
+    The host waits for the disk where it has not delivered yet, and for room in the ring where chunks are in memory still.
     """
 
     def __init__(self, source: DiskSpan, target: Tensor, device: torch.device):
-        self._source, self._target, self._device = source.tensor, target, device
-        self._stream, self._ring = h2d_stream(device), upload_ring(device)
+        super().__init__(target, h2d_stream(device))
+        self._source, self._device = source.tensor, device
+        self._ring = upload_ring(device)
         self._thread = threading.get_ident()
         self._after = self._stream.record_compute()
         self._events: list[CopyEvent] = []
         self._failure: BaseException | None = None
-        self.done = False
         self._arriving = source.deliver(self._send)
 
     def wait(self) -> None:

@@ -61,7 +61,7 @@ class Pages:
         self._lead = -(base + aligned) % HUGE if huge else 0
         self.address = base + self._lead
         self.tensor = torch.frombuffer(self._map, dtype=dtype, count=size, offset=self._lead) if size else torch.empty(
-            0, dtype=dtype)
+            0, dtype=dtype, device="cpu")
         if huge:
             self._request_huge_pages()
 
@@ -142,7 +142,7 @@ def pinned_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     have torch's own pinned memory.
     """
     if not (registers_pages(device) and pageable(size, dtype, HOST)):
-        return torch.zeros(size, dtype=dtype, pin_memory=True)
+        return torch.zeros(size, dtype=dtype, pin_memory=True, device="cpu")
     pages = Pages(size, dtype)
     pages.lock()
     return pages.tensor

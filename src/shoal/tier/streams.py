@@ -67,6 +67,9 @@ class CopyStream:
     def keep_for_compute(self, tensor: Tensor) -> None:
         """Keep the memory of `tensor`, if allocated in this stream, until the compute stream's present work is done."""
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor`, if it is freed, until this stream's present work is done."""
+
     def defer(self, callback: Callable[[], None]) -> None:
         """Call `callback`, which waits for a copy and goes on from there, once a few later ones were deferred."""
         self._deferred.append(callback)
@@ -97,6 +100,10 @@ class _SideStream(CopyStream):
     def keep_for_compute(self, tensor: Tensor) -> None:
         if on_accelerator(tensor):  # host memory belongs to no stream
             record_use(tensor)
+
+    def keep(self, tensor: Tensor) -> None:
+        if on_accelerator(tensor):
+            self._stream.record_use(tensor)
 
 
 def allocate(tensor: Tensor) -> None:
@@ -156,7 +163,7 @@ class StagingBuffers:
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return host memory (elements,) to write to; its contents are undefined."""
         size = elements * dtype.itemsize
-        buffer = torch.empty(0, dtype=torch.uint8)
+        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         if len(self._buffers) > 1:
             buffer, event = self._buffers.pop(0)
             event.synchronize()
@@ -176,6 +183,10 @@ class StagingBuffers:
         event = stream.record_event()
         self._buffers.append((self._borrowed, event))
         return event
+
+    def keep(self, target: Tensor) -> None:
+        """Keep the memory of `target`, if it is freed, until it has what was sent so far."""
+        h2d_stream(self._device).keep(target)
 
 
 class UploadRing:
@@ -218,7 +229,7 @@ def upload_ring(device: torch.device) -> UploadRing:
 
 def _page_locked(size: int, device: torch.device) -> Tensor:
     """Return `size` bytes of host memory, page-locked for `device` where that is possible."""
-    return pinned_zeros(size, torch.uint8, device) if can_pin(device) else torch.empty(size, dtype=torch.uint8)
+    return pinned_zeros(size, torch.uint8, device) if can_pin(device) else torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 class PinnedRing:

@@ -400,15 +400,15 @@ class _Pairwise:
             _dropped.setdefault(self._communicator.group, deque()).extend(self._works)
 
     def wait(self) -> None:
-        transfers, self._transfers = self._transfers, []
         if self._failed is not None:
             raise self._communicator.failure(self._what, self._failed)
         try:
             with self._communicator.interruptible_wait(self._awaited):
                 while self._works:  # each only once: a second wait for a gloo work never returns
                     self._works.popleft().wait(self._communicator.timeout)
-                for transfer in transfers:
-                    transfer.wait(self._communicator.timeout.total_seconds())
+                while self._transfers:
+                    self._transfers[-1].wait(self._communicator.timeout.total_seconds())
+                    self._transfers.pop()
         except RuntimeError as error:
             self._failed = error
             self._works.clear()  # gloo has closed the connection

@@ -280,8 +280,8 @@ class Gradient:
 
     def _join(self) -> None:
         """Start summing `own` over the copies of the state."""
-        self._joined = True
         self._flight = self.transport.sum_over_replicas(self.own)
+        self._joined = True
 
     def _leave_replicas(self) -> None:
         """Leave the sum over the copies of the state to the first copy: another addend comes, and they are summed anew."""

@@ -108,6 +108,10 @@ class OptimizerState:
         if sent is not None:
             sent.stream_wait()
 
+    def __del__(self) -> None:
+        if self._sent is not None and self.separate_weights is not None:  # dropped, with its engine, before a wait
+            self._staging.keep(self.separate_weights.tensor)
+
     def prefetch(self, part: range) -> None:
         """Start fetching the moments of `part`, whose step comes soon. (Backward still uses its weights and gradient.)"""
         self._prefetched[part] = list(self.moments.values())

@@ -140,10 +140,16 @@ def load_replaced(unit: Unit, *, keep: bool = True) -> None:
     """Copy the values of gathered parameters with other memory into the buffer of `unit`, and make them its views again.
 
     With `keep` the values rest, masters included. Raises `UsageError` for values that the buffer cannot hold; parameters
-    that are released next become views of it all the same.
+    that are released next become views of it all the same. Raises it too where backward has stepped the unit: its thread, or
+    a copy to the device, may write to the buffer.
     """
     if not (slots := replaced_slots(unit)):
         return
+    if unit.pending is not None and unit.pending.in_backward:
+        raise UsageError(
+            f"parameter '{unit.members[slots[0]].name}' was given other memory (p.data = ...) since backward stepped its "
+            f"unit (offload_optimizer.step_in_backward), and the new value or the step would be lost: swap the former "
+            f"memory in again and call engine.step(), assign after it, or set step_in_backward to false")
     views = unit.layout.views(unit.full)
     try:
         check_fit(unit)

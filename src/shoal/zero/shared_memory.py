@@ -72,7 +72,7 @@ def _overlapping(extents: list[_Extent]) -> Iterator[tuple[_Extent, _Extent]]:
 def _share_elements(first: _Extent, second: _Extent) -> bool:
     """Whether two tensors of gaps, such as columns of one matrix, have a byte in common."""
     start = min(first.start, second.start)
-    marks = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.uint8)
+    marks = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.uint8, device="cpu")
     _bytes_of(first, marks, start).fill_(1)
     return bool(_bytes_of(second, marks, start).any())
 

@@ -107,6 +107,10 @@ class TrainableUnit(Unit):
         start = self.master_range.start - self.resting_range.start
         self.residency.pin(range(start + part.start, start + part.stop), by_step=by_step)
 
+    def end_step(self) -> None:
+        super().end_step()
+        self.state.receive_weights()
+
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the stepped masters of all ranks to where the weights rest. The next use waits for what travels."""

@@ -67,14 +67,13 @@ class InFlight:
     replicate: Callable[[Tensor], Handle]
     """Gives all ranks the shards of the sum, where it rests replicated."""
     summed: bool = field(default=False, init=False)
-    """Whether the addends are summed."""
+    """Whether the addends are summed, and the shards of the sum are on their way."""
 
     def sum(self, pool: Pool) -> bool:
-        """Wait for the addends and sum them, once; return whether this call did."""
+        """Wait for the addends and sum them; return whether what follows has yet to start, as after a start that failed."""
         if self.summed:
             return False
         self.handle.wait()
-        self.summed = True
         while self.borrowed:
             pool.give_back(self.borrowed.pop())
         return True
@@ -82,6 +81,7 @@ class InFlight:
     def start_replicating(self, whole: Tensor) -> None:
         """Start giving all ranks the shards of the sum `whole` (1-D)."""
         self.handle = self.replicate(whole)
+        self.summed = True
 
 
 class Reducible(Protocol):
