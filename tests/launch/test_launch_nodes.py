@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import socket
+import time
 
 import pytest
 
@@ -95,6 +96,28 @@ def test_a_node_whose_ranks_end_well_does_not_wait_for_one_that_failed(run, scri
     ended = [launch.end() for launch in launches]
     assert sorted(code for code, _, _ in ended) == [0, 1], ended
     assert sum("AssertionError" in err for _, _, err in ended) == 1, ended
+
+
+ENDS_LATER = """
+import sys, time
+print("begins", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_the_node_with_the_store_leaves_last(run, script, free_port):
+    command = ("--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores")
+    first, second = (run("--node-rank", node, *command, script(ENDS_LATER), seconds) for node, seconds in ("02", "10"))
+    assert first.read(1) + second.read(1) == ["begins"] * 2
+    time.sleep(1)
+    os.kill(second.pid, signal.SIGSTOP)
+    try:
+        time.sleep(2)
+    finally:
+        os.kill(second.pid, signal.SIGCONT)
+    for code, _, err in (first.end(), second.end()):
+        assert code == 0
+        assert "c10d" not in err, "a call into a store that is gone"
 
 
 def doctor_arguments(target):

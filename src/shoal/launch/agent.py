@@ -47,7 +47,7 @@ from shoal.recording.page import PAGES
 
 __all__ = ["Agent", "launch"]
 
-_ENDED = "shoal/ended"
+_ENDED, _LEFT = "shoal/ended", "shoal/left"
 """The key of a node in the store of an attempt whose ranks have ended for good."""
 MONITOR_INTERVAL = 0.05
 """Seconds between two checks of the ranks."""
@@ -57,6 +57,8 @@ CAUSE = 1.0
 """Seconds to wait for the root cause while all errors so far are lost connections."""
 EXIT_INTERVAL = 0.5
 """Seconds between two looks of a node whose ranks have ended well at those of the others."""
+LEAVE = 5.0
+"""Seconds that the node which serves the store waits until the others need it no more."""
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The signals that end a launch."""
 MEETING = 5.0
@@ -82,12 +84,14 @@ def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: Clus
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(_exit_signals())
     files = RankFiles(guardian.folder, console)
     try:
-        handler = cluster or _rendezvous(plan)
+        handler, serves = (cluster, False) if cluster is not None else _rendezvous(plan)
         spec = WorkerSpec(role="rank", local_world_size=ranks, entrypoint=sys.executable, rdzv_handler=handler,
                           args=tuple(word.replace("$", "$$") for word in command),  # torch substitutes ${local_rank}
                           max_restarts=plan.max_restarts, monitor_interval=MONITOR_INTERVAL)
-        code = Agent(spec, files, plan, guardian, console, cluster).run_ranks()
+        agent = Agent(spec, files, plan, guardian, console, cluster)
+        code = agent.run_ranks()
         handler.shutdown()
+        agent.leave(serves)
         return code
     except SignalException as stop:
         console.hurry()
@@ -99,9 +103,10 @@ def launch(plan: LaunchPlan, guardian: Guardian, console: Console, cluster: Clus
         exit_on_signals(EXIT_SIGNALS)  # again, in place of torch's handlers: the output may still wait for its reader
 
 
-def _rendezvous(plan: LaunchPlan) -> RendezvousHandler:
+def _rendezvous(plan: LaunchPlan) -> tuple[RendezvousHandler, bool]:
+    """Return where nodes meet, and whether this one serves the store of the others."""
     if plan.rendezvous is None:
-        return SingleNodeRendezvous(plan.job, plan.port)
+        return SingleNodeRendezvous(plan.job, plan.port), False
     return multi_node_rendezvous(plan.rendezvous, plan.job, plan.nodes, plan.hosts_rendezvous)
 
 
@@ -176,6 +181,8 @@ class Agent(LocalElasticAgent):
         python = (sys.executable, *map(str, spec.args))
         self._heartbeats: Heartbeats | None = None
         """The heartbeats of the nodes of this attempt; None on a single node."""
+        self._ended_with: list[int] = []
+        """The nodes whose ranks have ended while this one waited for them, itself included."""
         self._ended_for: set[int | str] = set()
         """The lost nodes for which ranks of this attempt were ended, or that were reported."""
         self._spare = Spare(python) if plan.spares and plan.kind != "program" and serves_here() else None
@@ -203,13 +210,28 @@ class Agent(LocalElasticAgent):
         try:
             while time.monotonic() < end:
                 lost = {} if self._heartbeats is None else self._heartbeats.silent_for
-                if store.check([f"{_ENDED}/{node}" for node in nodes if node not in lost]):  # one message
+                living = [node for node in nodes if node not in lost]
+                if store.check([f"{_ENDED}/{node}" for node in living]):  # one message
+                    self._ended_with = living
                     return
                 time.sleep(EXIT_INTERVAL)
         except RuntimeError:  # the store has ended, and with it the node that served it
             return
         finally:
             self._in_exit_barrier = False
+
+    def leave(self, serves: bool) -> None:
+        """Say that this node needs the store no more; one that `serves` it waits until the others have said so.
+
+        torch prints the stack of each call into a store that is gone.
+        """
+        if len(self._ended_with) < 2 or self._cluster is not None:
+            return
+        store, end = cast(Store, self._worker_group.store), time.monotonic() + LEAVE
+        with suppress(RuntimeError):
+            store.set(f"{_LEFT}/{self._worker_group.group_rank}", "")
+            while serves and time.monotonic() < end and not store.check([f"{_LEFT}/{node}" for node in self._ended_with]):
+                time.sleep(EXIT_INTERVAL / 10)
 
     def _say_ended(self) -> None:
         """Tell the other nodes that the ranks of this one have ended, and do not start again."""

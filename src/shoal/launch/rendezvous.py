@@ -88,8 +88,9 @@ class SingleNodeRendezvous(RendezvousHandler):
         return True
 
 
-def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts: bool | None) -> RendezvousHandler:
-    """Return torch's c10d rendezvous of the nodes of `job` at `endpoint` (host:port).
+def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int],
+                          hosts: bool | None) -> tuple[RendezvousHandler, bool]:
+    """Return torch's c10d rendezvous of the nodes of `job` at `endpoint` (host:port), and whether its store is here.
 
     `hosts` says whether this node serves the rendezvous store; None: it does if the address is one of its own, and the
     first there. Other nodes reach it at that address, and any other node at the one with which it reaches the store, so that
@@ -106,12 +107,12 @@ def multi_node_rendezvous(endpoint: str, job: str, nodes: tuple[int, int], hosts
     if INTERFACE not in os.environ and (interface := interface_of(own)) is not None:
         os.environ[INTERFACE] = interface
 
-    def create(is_host: bool) -> RendezvousHandler:
+    def create(is_host: bool) -> tuple[RendezvousHandler, bool]:
         parameters = RendezvousParameters(backend="c10d", endpoint=endpoint, run_id=job, min_nodes=nodes[0],
                                           max_nodes=nodes[1], local_addr=host if is_host else own, is_host=is_host,
                                           last_call_timeout=LAST_CALL, join_timeout=JOIN, **KEEP_ALIVE)
         backend, store = create_backend(parameters)
-        return create_handler(store, backend, parameters)
+        return create_handler(store, backend, parameters), is_host
 
     try:
         return create(is_here if hosts is None else hosts)
