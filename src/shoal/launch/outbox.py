@@ -1,7 +1,7 @@
 """A host tells its launcher what happens in a thread of its own, so that neither agent nor beats wait until it is read.
 
-Only ranks wait for that, once `AHEAD` messages have not left. After `give_up` they do not wait either: further output is lost, and the
-launcher is told how much, should it read again.
+Only ranks wait for that, once `AHEAD` messages have not left. After `give_up` they do not wait either: further output is
+lost, and the launcher is told how much, should it read again.
 """
 
 from __future__ import annotations

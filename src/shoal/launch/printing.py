@@ -1,8 +1,8 @@
-"""A thread of its own writes what a launch shows to the standard streams, so that a reader that pauses delays neither ranks nor agents.
+"""A thread writes what a launch shows to the standard streams: a reader that pauses delays neither ranks nor agents.
 
-Output that is not read yet waits in memory, up to `KEPT` bytes of each source. Of a source that has more, what follows is left out
-until what waits has been written; a line in its place says how much is missing. A stream that cannot be written (its reader
-is gone, its disk is full) leads nowhere from then on; stderr says so once, and the job goes on.
+Output that is not read yet waits in memory, up to `KEPT` bytes of each source. Of a source that has more, what follows is
+left out until what waits has been written; a line in its place says how much is missing. A stream that cannot be written
+(its reader is gone, its disk is full) leads nowhere from then on; stderr says so once, and the job goes on.
 """
 
 from __future__ import annotations
