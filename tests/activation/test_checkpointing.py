@@ -76,7 +76,7 @@ def test_inputs_that_rest_on_the_host_leave_the_device(ranks: int, choice: str) 
 def apart(reversed_inputs: bool) -> None:
     """Give the second function of the first pass other inputs on each rank: other values, or the same reversed."""
     checkpointing.configure(shoal.Mesh(tensor=2), partition_activations=True)
-    hidden = checkpointing.checkpoint(torch.mul, torch.arange(8.0, requires_grad=True), 2.0)
+    hidden = checkpointing.checkpoint(torch.mul, torch.arange(8.0, device=current_device(), requires_grad=True), 2.0)
     if torch.distributed.get_rank() == 1:
         hidden = hidden.flip(0) if reversed_inputs else hidden + 1
     checkpointing.checkpoint(torch.mul, hidden, 2.0)

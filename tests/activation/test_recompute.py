@@ -210,6 +210,7 @@ def _compiled(how: str, section: dict[str, Any]) -> list[float]:
     return [engine(torch.ones(4, WIDTH)).square().mean().item()]
 
 
+@pytest.mark.host("the late device knows no torch.compile")
 @pytest.mark.parametrize("section", SECTIONS, ids=str)
 def test_compiled_blocks_recompute_and_a_larger_graph_is_refused(section: dict[str, Any]) -> None:
     plain, = run_ranks(1, _compiled, "", {})

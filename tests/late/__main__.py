@@ -23,7 +23,7 @@ SUITES = (
     "tests/tier", "tests/pipeline/test_training.py", "tests/pipeline/test_engine.py", "tests/engine/test_loop.py",
     "tests/engine/test_tiers.py", "tests/engine/test_moments.py", "tests/zero/test_step_in_backward.py",
     "tests/engine/test_step_in_backward.py", "tests/checkpoint/test_checkpoint_ranks.py",
-    "tests/checkpoint/test_checkpoint_random.py",
+    "tests/checkpoint/test_checkpoint_random.py", "tests/activation",
 )
 
 

@@ -1,4 +1,4 @@
-"""Tests written for the CPU on another device: operands that a test left on the host go to the device of the others.
+"""Tests written for the CPU on another device: batches and operands that a test left on the host go to the device.
 
 A program of a user moves its batch to `engine.device`; most tests of Shoal do not, since they were written where that is the
 host. Calls from within Shoal are left as they are: an operand on the wrong device there is a fault.
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 import shoal
 
-__all__ = ["MovesOperands"]
+__all__ = ["move_operands"]
 
 _NAMES = ("add", "sub", "mul", "matmul", "addmm", "eq", "ne", "lt", "cat", "stack", "where", "allclose", "equal")
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "truediv", "eq", "ne")
@@ -44,6 +45,19 @@ class MovesOperands(TorchFunctionMode):
                 args = [_moved(each, device) for each in args]
                 kwargs = {name: _moved(each, device) for name, each in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def move_operands() -> None:
+    """Move operands and batches, for the life of this process."""
+    MovesOperands().__enter__()
+    register_module_forward_pre_hook(_move_batch)
+
+
+def _move_batch(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Move the batch of an engine to its device."""
+    if isinstance(module, shoal.Engine):
+        return tuple(_moved(each, module.device) for each in args)
+    return None
 
 
 def _accelerator_of(values: Sequence[object]) -> torch.device | None:

@@ -14,7 +14,7 @@ import torch
 from shoal.device import set_current
 from tests.late.device import seed
 from tests.late.group import BACKEND, register
-from tests.late.operands import MovesOperands
+from tests.late.operands import move_operands
 
 __all__ = ["SUITES_ON", "prepare"]
 
@@ -29,7 +29,7 @@ def prepare() -> str:
 
 def _prepare_late() -> str:
     backend = prepare()
-    MovesOperands().__enter__()  # for the life of the rank
+    move_operands()
     return backend
 
 
@@ -37,7 +37,7 @@ def _prepare_cuda() -> str:
     gpus, ranks = torch.accelerator.device_count(), int(os.environ["WORLD_SIZE"])
     set_current(torch.device("cuda", int(os.environ["RANK"]) % gpus))
     os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % gpus)
-    MovesOperands().__enter__()
+    move_operands()
     return "cpu:gloo,cuda:nccl" if ranks <= gpus else "gloo"
 
 
