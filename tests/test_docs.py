@@ -114,9 +114,9 @@ def test_ci_runs_every_command_of_contributing() -> None:
     assert [command for command in commands if command not in continuous] == []
 
 
-def test_contributing_has_a_row_for_every_room() -> None:
-    rooms = {path.parent.name for path in (ROOT / "src/shoal").glob("*/__init__.py")}
-    assert set(re.findall(r"^\| `(\w+)/` \|", CONTRIBUTING.read_text(), re.MULTILINE)) == rooms
+def test_contributing_has_a_row_for_every_package() -> None:
+    packages = {path.parent.name for path in (ROOT / "src/shoal").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", CONTRIBUTING.read_text(), re.MULTILINE)) == packages
 
 
 def links(page: Path) -> Iterator[str]:
@@ -126,8 +126,8 @@ def links(page: Path) -> Iterator[str]:
         if "://" not in target and not (page.parent / target).exists():
             yield target
     source = ROOT / "src" / "shoal"
-    homes = (ROOT, source, page.parent, *(room for room in source.iterdir() if room.is_dir()))
-    for name in SOURCE.findall(text):  # within a section on one room, files have their names in it
+    homes = (ROOT, source, page.parent, *(package for package in source.iterdir() if package.is_dir()))
+    for name in SOURCE.findall(text):  # within a section on one package, files have their names in it
         if not any((home / name).exists() for home in homes) and not name.startswith("out/") and name not in WRITTEN:
             yield name
 

@@ -224,14 +224,14 @@ def test_no_file_is_too_long_to_review() -> None:
     assert [name for name, count in long.items() if count > TOO_LONG] == []
 
 
-def test_few_files_lie_beside_the_rooms() -> None:
+def test_few_files_lie_beside_the_packages() -> None:
     assert len([path for path in FILES if path.parent == PACKAGE]) <= 14
 
 
-def test_the_maps_name_every_room_and_every_file_of_the_core() -> None:
-    rooms = {f"`{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")}
-    wanted = {"CONTRIBUTING.md": rooms,
-              "docs/architecture.md": rooms | {f"`{path.name}`" for path in PACKAGE.glob("zero/[!_]*.py")},
+def test_the_maps_name_every_package_and_every_file_of_the_core() -> None:
+    packages = {f"`{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")}
+    wanted = {"CONTRIBUTING.md": packages,
+              "docs/architecture.md": packages | {f"`{path.name}`" for path in PACKAGE.glob("zero/[!_]*.py")},
               "docs/engine.md": {f"`engine/{path.name}`" for path in PACKAGE.glob("engine/[!_]*.py")}}
     assert {page: names for page, all_names in wanted.items()
             if (names := {name for name in all_names if name not in (ROOT / page).read_text()})} == {}

@@ -1,5 +1,5 @@
-"""Questions about the backward pass under way, and hooks around saved tensors, that torch answers under private names;
-hooks of parameters that keep nothing alive; and second derivatives of autograd functions."""
+"""Wrappers of torch's private autograd functions: the running backward pass, saved-tensor hooks, hooks of parameters that
+keep nothing alive, and second derivatives of autograd functions."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@
     │   └── PeerFailed         another rank failed and published why
     ├── PipelineError          a step of a pipeline cannot go on, or a call that a pipeline has no place for
     │   └── StageFailed        another stage failed and published why
-    ├── GuardError             loss or gradients are far off, and skipping samples does not help
+    ├── GuardError             loss or gradients are outliers, and skipping samples does not help
     │   └── GuardRewind        they are: the job is to restart from its last copy
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
@@ -90,11 +90,11 @@ class StageFailed(PipelineError):
 
 
 class GuardError(ShoalError, RuntimeError):
-    """The loss or the gradients are far off, and skipping samples does not help: a restart would not either."""
+    """The loss or the gradients are outliers, and skipping samples does not help; nor would a restart."""
 
 
 class GuardRewind(GuardError):
-    """The loss or the gradients are far off: the job is to restart from its last copy."""
+    """The loss or the gradients are outliers: the job is to restart from its last copy."""
 
 
 class LossScaleError(ShoalError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Hooks of a module: whose they are, whether it takes any, and whether a call does more than the forward."""
+"""Facts about a module's hooks: who registered them, whether it accepts any, whether a call runs more than the forward."""
 
 # pyright: reportPrivateUsage=false
 # (torch has no public names for the tables of hooks.)

@@ -17,12 +17,12 @@ from shoal.errors import HostsError, LaunchError
 from shoal.launch import facts
 from shoal.launch.cli import main
 from shoal.launch.cluster import Cluster, run_job
-from shoal.launch.complaints import explain
 from shoal.launch.console import Terminal
 from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.protocol import Exited, Hello, HostProblem
+from shoal.launch.start_errors import explain
 from shoal.launch.starting import ErrorLine, HostEvent, Starter
 from shoal.launch.streams import RankStreams
 

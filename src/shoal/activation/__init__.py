@@ -1,4 +1,4 @@
-"""Activations: where a tensor that autograd saves rests until backward, and which blocks compute theirs again.
+"""Activations between forward and backward: saved tensors are kept, moved to another tier, or computed again.
 
     recompute   a block keeps its inputs (full), or its products and attention too (selective), and runs again in backward
     rest        saved tensors stay on the compute device, or their storages are copied to host memory or to a disk

@@ -1,4 +1,4 @@
-"""`shoal.checkpointing`: functions that a script recomputes itself keep their inputs alone, which rest as configured.
+"""`shoal.checkpointing`: backward recomputes the functions that a script names; only their inputs are kept, as configured.
 
     from shoal import checkpointing
     checkpointing.configure(mpu, partition_activations=True, checkpoint_in_cpu=True)

@@ -1,4 +1,4 @@
-"""A recompute has the random numbers and buffers of its forward, and saved tensors that nobody wrote to since.
+"""A recompute gets the random numbers and buffers of its forward; writes to its saved tensors in between are found.
 
     random states    those before the forward, while the recompute runs
     buffers          those before the forward, in copies that the recompute updates

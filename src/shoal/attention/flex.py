@@ -1,4 +1,4 @@
-"""Attention by torch's flex_attention: compiled on an accelerator, without dropout or bias; on the host the forward alone.
+"""Attention by torch's flex_attention: compiled on an accelerator, without dropout or bias; on the host only the forward.
 
 flex_attention skips blocks of 128 positions, and hides single scores by a function. So a layout is coarsened to blocks of
 128, of which each is visited that has a visited block; and the function hides what the layout itself does not visit.

@@ -1,4 +1,4 @@
-"""Shoal's record of collectives as the published logger: read and switched through it, and read by its methods.
+"""Shoal's record of collectives as the published logger, whose attributes switch the record and whose methods read it.
 
 The record sums calls up, so each call of a name and size has their mean latency.
 """

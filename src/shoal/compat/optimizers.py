@@ -16,10 +16,11 @@ from torch.optim import Adam, Optimizer
 from shoal.engine.schema import Config
 from shoal.optim.compressed import CompressedOptimizer
 from shoal.optim.elementwise import arithmetic_class
+from shoal.optim.engine_optimizer import hooks_of
 from shoal.optim.handed_over import hand_over
 from shoal.optim.masks import MASK
 from shoal.optim.parameter_state import ReplicatedState
-from shoal.optim.sharded import ShardedOptimizer, hooks_of
+from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.loss_scale import DynamicScale, StaticScale
 from shoal.zero.ownership import owner_of
 from shoal.zero.unit import Unit

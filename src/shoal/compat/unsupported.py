@@ -1,4 +1,4 @@
-"""Published names without a counterpart: they import; their use raises `NotSupportedYet` with the nearest thing."""
+"""Published names without a counterpart: importing them works; using one raises `NotSupportedYet` with an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published names of an engine beside its loop: questions to it, and calls that another object answers.
+"""DeepSpeed's names of an engine beside the training loop: accessors, and calls that another object answers.
 
 Configuration, batch sizes, counters, learning rates, ranks, objects: each answer is the value in force. A published key that
 the configuration refuses has one answer. A call is handed to the object whose work it is, or refused: nothing here decides

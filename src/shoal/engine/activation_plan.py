@@ -1,4 +1,4 @@
-"""Activations by plan: which blocks recompute, and where the tensors that autograd saves rest until backward."""
+"""The plan of a model's activations: which blocks recompute, and where saved tensors are stored until backward."""
 
 from __future__ import annotations
 

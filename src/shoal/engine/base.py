@@ -85,7 +85,7 @@ class BaseEngine(Accessors, nn.Module):
         vault = open_vault(config, parameter_groups)
         self.checkpointer = Checkpointer(config, parameter_groups, device, vault)
         self.guard = open_guard(config, parameter_groups, vault)
-        """Refuses steps that are far off; None where the configuration asks for none, or nothing outlives the ranks."""
+        """Refuses steps that are outliers; None if the configuration has no guard, or no memory outlives the ranks."""
         self.step_judge: StepJudge | None = None
         self.optimizer: ShardedOptimizer | None = None
         self.client_optimizer: object = None

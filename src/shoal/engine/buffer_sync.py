@@ -1,9 +1,9 @@
-"""Buffers on several data ranks: rank 0's values count, as in DistributedDataParallel.
+"""Synchronize buffers over the data ranks: all get rank 0's values, as in DistributedDataParallel.
 
 All ranks begin with rank 0's. Forwards then change some on every rank, each from its own samples: the running statistics of
 BatchNorm. After each step those that have changed on rank 0 are sent to the others, so that an evaluation, a checkpoint and
-the next step find the same everywhere. Buffers that are in no state dict are caches, and stay each rank's own; so do those
-that are no array, as sparse ones, which no checkpoint has either.
+the next step find the same everywhere. Buffers that are in no state dict are caches, and stay each rank's own; so do
+sparse ones, which are not saved in checkpoints either.
 """
 
 from __future__ import annotations

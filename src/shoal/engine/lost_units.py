@@ -1,4 +1,4 @@
-"""Give a model its parameters back, also where a failure has lost some: ranks or a disk that held them are gone.
+"""Give a model its parameters back, also if a failure has lost some: a rank or a disk that held them is gone.
 
     initialize failed    lost parameters stay guarded, so that reading one raises
     destroy              lost parameters read as NaN, so that the model can be filled or handed to another engine

@@ -1,4 +1,4 @@
-"""`Config` is the top level of the configuration; it composes the sections that each room declares.
+"""`Config` is the top level of the configuration; it composes the sections that each package declares.
 
 config = Config.resolve("zero2.json", data_ranks=2, data_ranks_origin="WORLD_SIZE of torchrun")
 config.zero_optimization.stage        2

@@ -1,4 +1,4 @@
-"""The first process on each host: it reads the job, takes on its environment and folder, and becomes Shoal's process.
+"""The first process on each host: it reads the job, takes over its environment and folder, and executes Shoal's process.
 
     python bootstrap.py SOURCE NODE
 

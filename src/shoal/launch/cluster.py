@@ -21,7 +21,6 @@ from types import FrameType
 from shoal.cluster.hostfile import Host
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
-from shoal.launch.complaints import explain, means_failure, names
 from shoal.launch.console import Terminal, counted, numbered_ranks
 from shoal.launch.facts import Facts
 from shoal.launch.failure import Failure
@@ -43,6 +42,7 @@ from shoal.launch.protocol import (
     Signal,
     Status,
 )
+from shoal.launch.start_errors import explain, means_failure, names
 from shoal.launch.starting import Closed, Connected, Ended, ErrorLine, HostEvent, Starter
 
 __all__ = ["Cluster", "Node", "run_job"]

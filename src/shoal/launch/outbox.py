@@ -1,6 +1,6 @@
-"""A host tells its launcher what happens in a thread of its own, so that neither agent nor beats wait until it is read.
+"""A thread sends the messages of a host to the launcher, so that neither the agent nor heartbeats wait for a slow reader.
 
-Only ranks wait for that, once `AHEAD` messages have not left. After `give_up` they do not wait either: further output is
+Only ranks wait for the reader, once `AHEAD` messages are unsent. After `give_up` they do not wait either: further output is
 lost, and the launcher is told how much, should it read again.
 """
 

@@ -23,11 +23,11 @@ from shoal.cluster.launchers import LAUNCHERS, Launcher, Start
 from shoal.errors import HostsError, LaunchError, UsageError
 from shoal.launch import bootstrap
 from shoal.launch.cluster import Cluster
-from shoal.launch.complaints import explain
 from shoal.launch.console import counted, numbered_ranks
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.printing import print_status
+from shoal.launch.start_errors import explain
 from shoal.launch.starting import Starter
 
 __all__ = ["MOST_SECONDS", "Selection", "add_arguments", "asks_for_hosts", "select", "split_words"]

@@ -1,4 +1,4 @@
-"""Language models of Hugging Face transformers take their loss in tiles: `use_tiled_loss(model)`.
+"""`use_tiled_loss(model)`: a causal language model of Hugging Face transformers computes its loss in tiles.
 
     forward(labels=...) in training:   the head hands its input on, and the loss function calls the head with the labels
     any other forward:                 as before, with logits

@@ -1,4 +1,4 @@
-"""Cross entropy of logits, of which a row is read and written once where a fused pass serves.
+"""Cross entropy of logits; where there is a fused pass for them, it reads and writes each row once.
 
     z    = logsumexp(logits)
     loss = z - (1 - s) logits[target] - s mean(logits) + c z^2              s: label smoothing, c: the weight of the z-loss

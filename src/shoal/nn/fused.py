@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding as one autograd node each, which saves its operands alone.
+"""RMSNorm, SwiGLU and rotary embedding as one autograd node each, which saves only its operands.
 
     rms_norm(x)        x gain / sqrt(mean(x^2) + eps)                       saves x, and one number a row
     swiglu(g, u)       silu(g) u                                            saves g and u

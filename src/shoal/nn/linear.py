@@ -1,4 +1,4 @@
-"""The products under `nn.Linear` by other kernels, without a change of modules, parameters or state dicts.
+"""Compute the products of `nn.Linear` by other kernels, without changing modules, parameters or state dicts.
 
 `set_linear_kernels` gives each `nn.Linear` of a model a forward of its own, as an attribute of that module; hooks, ZeRO's
 included, surround it as before. Autograd saves the input and the weight, as torch does. What the kernels do not serve is

@@ -1,4 +1,4 @@
-"""A module that treats positions alone, such as an MLP, runs over tiles of them and keeps the input of each alone.
+"""A module that treats each position by itself, such as an MLP, runs over tiles of positions and keeps only their inputs.
 
     y = cat(module(x_1), ..., module(x_n))        x cut along a dim
 

@@ -1,4 +1,4 @@
-"""The state that rests of one parameter: its master, its reduced gradient, its moments; for reading and for writing.
+"""Read and write the stored state of one parameter: its master, its reduced gradient, its moments.
 
     state = ParameterState.of(optimizer, parameter)
     state.full(MASTER)                 every rank calls it, and gets the whole value in fp32

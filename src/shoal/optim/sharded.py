@@ -6,15 +6,11 @@ The inner optimizer is an elementwise one (torch's own, or the user's), or LAMB.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.device import on_accelerator
@@ -22,6 +18,7 @@ from shoal.errors import UsageError
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.backward_step import BackwardStepper
 from shoal.optim.compressed import CompressedOptimizer
+from shoal.optim.engine_optimizer import EngineOptimizer
 from shoal.optim.grad_stats import GlobalNorm, GradStats, reduce_grad_stats
 from shoal.optim.lamb import Lamb
 from shoal.optim.layerwise import Layerwise
@@ -41,7 +38,7 @@ from shoal.optim.step_pass import (
     snapshot_options,
 )
 from shoal.optim.step_scheduler import StepScheduler
-from shoal.optim.views import STATE_IS_KEPT, OffloadedStateView, Views
+from shoal.optim.views import Views
 from shoal.optim.weight_writes import WeightWrites
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.store import WRITE_AHEAD
@@ -51,7 +48,7 @@ from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
 
-__all__ = ["ShardedOptimizer", "StepRules", "hooks_of"]
+__all__ = ["ShardedOptimizer", "StepRules"]
 
 CLIP_EPSILON = 1e-6
 """Keeps the clip coefficient finite; the value of torch.nn.utils.clip_grad_norm_."""
@@ -91,47 +88,11 @@ class StepRules:
         return self.clipping > 0 or self.check_overflow or self.compute_norm
 
 
-class StepOwner(Protocol):
-    """The engine whose optimizer this is: it counts microbatches, and decides whether a call of `step` is a step."""
+class ShardedOptimizer(EngineOptimizer):
+    """The optimizer of one engine: steps the sharded masters by an inner optimizer."""
 
-    def backward_by_optimizer(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run the backward pass that a call of `optimizer.backward(loss)` asks for."""
-        ...
-
-    def step_by_optimizer(self) -> None:
-        """Take the step that a call of `optimizer.step()` asks for."""
-        ...
-
-    def zero_grad_by_optimizer(self) -> None:
-        """Discard the gradients that a call of `optimizer.zero_grad()` means."""
-        ...
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the portable state dict of the optimizer."""
-        ...
-
-    def load_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a portable state dict into the optimizer."""
-        ...
-
-
-class ShardedOptimizer(Optimizer):
-    """The optimizer of one engine: steps the sharded masters by an inner optimizer.
-
-    It is a torch optimizer by its interface alone: schedules and scripts use its groups, and its `step` is the engine's.
-    """
-
-    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, loss_scale: LossScale,
-                 rules: StepRules):  # torch's own __init__ would take parameters over
-        self.optimizer = optimizer
-        """The inner optimizer, over views of the masters."""
-        self.defaults = optimizer.defaults
-        self._members = [list(group["params"]) for group in optimizer.param_groups]
-        """The parameters of each group, as `initialize` laid them out over the ranks."""
-        vars(self).update({name: OrderedDict() for name in hooks_of(optimizer)})
-        self._hooked: Optimizer = self
-        self._owner: ReferenceType[StepOwner] | None = None
-        self.views = views
+    def __init__(self, model: ShardedModel, views: Views, optimizer: Optimizer, loss_scale: LossScale, rules: StepRules):
+        super().__init__(optimizer, views)
         self.scaler: LossScale = loss_scale
         self.rules = rules
         self.overflow = False
@@ -139,7 +100,6 @@ class ShardedOptimizer(Optimizer):
         self._norm: GlobalNorm | None = None
         self._model = model
         self._weight_writes = WeightWrites(model.trainable)
-        self._allocates_state = bool(optimizer.state)  # Adagrad, when it is built
         if isinstance(optimizer, CompressedAdam):
             self._step_fn = compressed_step_fn(optimizer, native=rules.native)
         else:
@@ -167,82 +127,6 @@ class ShardedOptimizer(Optimizer):
                 view.unit.state.fetch(view.part, moments).wait()
                 move_moments_to_store(view, optimizer)
                 view.unit.state.commit(view.part, moments).wait()
-
-    def share_hooks(self, optimizer: Optimizer) -> None:
-        """Call the hooks of the script's `optimizer` from now on, with it: both have the parameters of the model."""
-        vars(self).update(hooks_of(optimizer))
-        self._hooked = optimizer
-
-    def call_step_hooks(self, when: str) -> None:
-        """Call the step hooks of scripts, the "pre" or the "post" ones: once a step, on every rank."""
-        for hook in [*vars(self)[f"_optimizer_step_{when}_hooks"].values()]:
-            if hook(self._hooked, (self._hooked,), {}) is not None:
-                raise UsageError("optimizer: a step hook returned other arguments for step(), which takes none; return None")
-
-    def _call_hooks(self, name: str, value: Any = None) -> Any:
-        """Call the hooks of a state dict, with `value` where there is one; return it, or what a hook gave in its place."""
-        for hook in [*vars(self)[f"_optimizer_{name}_hooks"].values()]:
-            result = hook(self._hooked) if value is None else hook(self._hooked, value)
-            value = value if value is None or result is None else result
-        return value
-
-    def set_owner(self, owner: StepOwner) -> None:
-        """Have `step` and `zero_grad` be those of the engine `owner`."""
-        self._owner = ref(owner)
-
-    def _engine(self, call: str) -> StepOwner:
-        owner = None if self._owner is None else self._owner()
-        if owner is None:
-            raise UsageError(f"optimizer.{call}: the engine of this optimizer is gone; keep what initialize returns first")
-        return owner
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  one list
-        """The inner optimizer's groups, with the model's parameters. Groups of the same parameters may replace them."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.replace_groups(groups)
-
-    def replace_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Take the options of `groups` over. Raises `UsageError` unless they have the present parameters."""
-        self._check_members(groups)
-        self.optimizer.param_groups[:] = groups
-
-    def _check_members(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `UsageError` unless `groups` have the parameters that they had at `initialize`."""
-        found = [list(group["params"]) for group in groups]
-        if [[*map(id, members)] for members in found] != [[*map(id, members)] for members in self._members]:
-            raise UsageError(f"optimizer.param_groups: got groups of {[*map(len, found)]} parameters, and initialize laid "
-                             f"out {[*map(len, self._members)]}, which stay: change options such as lr within the groups, "
-                             f"freeze a parameter by requires_grad_(False), or call initialize with the other groups")
-
-    @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]  no dict
-        """The inner optimizer's state, for reading; access reads a copy of moments that are on disk.
-
-        An empty mapping may replace it, on every rank, which begins the moments anew.
-        """
-        return OffloadedStateView(self.views, self.optimizer, self._finish_before_read, self.reset_state)
-
-    @state.setter
-    def state(self, state: Mapping[Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.replace_state(state)
-
-    def replace_state(self, state: Mapping[Tensor, Any]) -> None:
-        """Begin the moments anew if `state` is empty; raise `UsageError` otherwise."""
-        if state:
-            raise UsageError(f"optimizer.state: {STATE_IS_KEPT}")
-        self.reset_state()
-
-    def reset_state(self) -> None:
-        """Begin the moments anew, as an empty `state` does in torch; every rank calls it. Weights and masters stay."""
-        self._finish_before_read()
-        if self._allocates_state or isinstance(self.optimizer, CompressedOptimizer):
-            raise UsageError(f"optimizer.state: {type(self.optimizer).__name__} cannot step from an empty state: load one "
-                             f"by optimizer.load_state_dict, or call initialize with a new optimizer")
-        self.optimizer.state.clear()
 
     @property
     def loss_scale(self) -> float:
@@ -279,22 +163,6 @@ class ShardedOptimizer(Optimizer):
     def failed(self) -> bool:
         """Whether a step failed halfway, so that the weights are invalid."""
         return self._scheduler.failed
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the engine's step, after `closure`, whose loss is returned: the same as `engine.step()`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._engine("step").step_by_optimizer()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients as `engine.zero_grad()` does, which keeps those of an accumulation under way.
-
-        Where boundaries are set by hand, all are discarded.
-        """
-        self._engine("zero_grad").zero_grad_by_optimizer()
 
     @torch.no_grad()
     def take_step(self, check_norm: Callable[[GlobalNorm], None] | None = None) -> bool:
@@ -361,7 +229,7 @@ class ShardedOptimizer(Optimizer):
         return reduce_grad_stats(units, self._model.parameter_groups, norm=self.rules.needs_norm,
                                  device=self._model.storage.device)
 
-    def _finish_before_read(self) -> None:
+    def finish_before_read(self) -> None:
         """Complete the last step, so that a reader sees its state."""
         self.check_not_begun("optimizer.state")
         self.finish_deferred_steps()
@@ -464,33 +332,6 @@ class ShardedOptimizer(Optimizer):
         """Return the values of `coefficients`."""
         return list(self.coefficients.values())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state by parameter names, of full shapes: on rank 0, and on the others the groups alone.
-
-        Every rank calls it. A torch optimizer over the same groups loads it too (engine/full_optimizer_state.py).
-        """
-        self._finish_before_read()
-        self._call_hooks("state_dict_pre")
-        return self._call_hooks("state_dict_post", self._build_state_dict())
-
-    def _build_state_dict(self) -> dict[str, Any]:
-        return self._engine("state_dict").optimizer_state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, on any number of ranks, or the state dict of a torch optimizer of these groups.
-
-        Every rank calls it, with the state on one of them or on all. Raises `UsageError` for a dict that does not fit.
-        """
-        self._finish_before_read()
-        state_dict = self._call_hooks("load_state_dict_pre", {**state_dict})
-        self._engine("load_state_dict").load_optimizer_state_dict(state_dict)
-        self._call_hooks("load_state_dict_post")
-
-    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise `UsageError`: the parameters are laid out over the ranks once."""
-        raise UsageError("optimizer.add_param_group: the parameters were laid out over the ranks by initialize; give it all "
-                         "groups, and freeze what is for later by requires_grad_(False) after it")
-
     def _factor(self, norm: GlobalNorm | None, loss_scale: float) -> Factor:
         """Return the factor of gradients in a step: a number, or where the whole step is on a device, a tensor on it."""
         clip = self.rules.clipping
@@ -505,11 +346,6 @@ class ShardedOptimizer(Optimizer):
         """Whether no step reads the factor on the host: torch steps all masters, on an accelerator."""
         on_host = self._layerwise is not None or isinstance(self.optimizer, CompressedOptimizer)
         return not on_host and all(on_accelerator(view.parameter) for view in self.views.views)
-
-
-def hooks_of(optimizer: Optimizer) -> dict[str, OrderedDict[int, Any]]:
-    """Return the hooks that are registered on `optimizer`, by the attributes in which torch keeps them."""
-    return {name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")}
 
 
 def _refuse_unused(stats: GradStats, parameter_groups: ParameterGroups) -> None:

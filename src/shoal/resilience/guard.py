@@ -1,12 +1,12 @@
-"""The guard refuses a step whose loss or gradient norm is far off, and finds out whether hardware or data made it so.
+"""The guard refuses a step whose loss or gradient norm is an outlier, and finds out whether hardware or data is at fault.
 
     1.  The step is refused before it changes a weight. What was measured is noted, and every rank raises `GuardRewind`: the
         job restarts from its last copy, and comes to the same step with the same samples.
     2a. The step is in order this time: hardware. The log names the ranks that measured something else before.
-    2b. It is far off again, and the result of the job or of a rank is another: hardware too. The step is replayed once more.
-    2c. It is far off again in the same way: data. Its samples are noted, and the job restarts without them.
+    2b. It is an outlier again, with another result of the job or of a rank: hardware too. The step is replayed once more.
+    2c. It is the same outlier: data. Its samples are noted, and the job restarts without them.
 
-Far off is a value that is not finite, or that lies above the median of the last steps by many times their median absolute
+An outlier is a value that is not finite, or that lies above the median of the last steps by many times their median absolute
 deviation (MAD). What must outlive the ranks is in a file beside the copies.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["Guard", "History", "Samples"]
 FLOOR = 0.01
 """The least deviation, as a share of the median: values that hardly vary have a MAD of almost 0."""
 LEAST = 8
-"""Steps that the history must have before a finite value can be far off."""
+"""Steps that the history must have before a finite value can be an outlier."""
 SAME = 1e-3
 """Relative difference up to which two measurements of one rank count as the same: kernels that add in any order differ."""
 
@@ -84,7 +84,7 @@ class History:
 
     @property
     def limit(self) -> float | None:
-        """The value above which one is far off; None while there are too few."""
+        """The value above which one is an outlier; None while there are too few."""
         if len(self.values) < LEAST:
             return None
         middle = median(self.values)
@@ -92,7 +92,7 @@ class History:
         return middle + self._deviations * deviation
 
     def objection(self, name: str, value: float) -> str | None:
-        """Return why `value` is far off, None where it is not."""
+        """Return why `value` is an outlier, None if it is none."""
         if not isfinite(value):
             return f"the {name} is {value}"
         limit = self.limit
@@ -210,7 +210,7 @@ class Guard:
                          _shown(now.loss), now.norm, culprit, follows)
 
     def _replay_again(self, before: _Measured, now: _Measured, objection: str, culprit: str) -> None:
-        """Restart for another replay of a step that is far off in another way each time; every rank raises."""
+        """Restart for another replay of a step whose result is another outlier each time; every rank raises."""
         again = f"step {now.step}: {objection}, and its replay gave another result: {culprit}"
         if self._record.skips >= self._settings.max_skips:
             raise GuardError(f"{again}. Steps were skipped or replayed {self._record.skips} times already within "

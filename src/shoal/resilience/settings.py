@@ -84,7 +84,7 @@ class VaultSettings(Section):
 
 
 class GuardSettings(Section):
-    """Steps whose loss or gradient norm is far off are refused, replayed once, and skipped where the data is at fault."""
+    """Steps whose loss or gradient norm is an outlier are refused, replayed once, and skipped if the data is at fault."""
 
     enabled: Switch = False
     """Judge each step before it changes a weight. A step reads its loss and norm on the host, and gathers three numbers of
@@ -94,7 +94,7 @@ class GuardSettings(Section):
     """Accepted steps that a value is compared with. (Shoal only.)"""
 
     deviations: Annotated[Number, Field(gt=0)] = 50.0
-    """A value is far off where it is not finite, or more than so many median absolute deviations (each at least 1 % of the
+    """A value is an outlier if it is not finite, or more than so many median absolute deviations (each at least 1 % of the
     median) above the median of the window. (Shoal only.)"""
 
     max_skips: Count = 3
@@ -109,7 +109,7 @@ class ResilienceSettings(Section):
     """Copies of the training state in memory. (Shoal only.)"""
 
     guard: GuardSettings = GuardSettings()
-    """Steps that are far off. (Shoal only.)"""
+    """Steps that are outliers. (Shoal only.)"""
 
     def conflicts(self) -> Iterable[Conflict]:
         if self.guard.enabled and self.vault.every is None:

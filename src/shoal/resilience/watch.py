@@ -1,16 +1,16 @@
-"""The agent watches its ranks: it reads their pages and /proc, and tells a rank that is stopped or hung from one that waits.
+"""The agent watches its ranks: it reads their pages and /proc, and finds those that are stopped or hung.
 
-A call is late after 10 times the median of its phase, and at least 5 s. The first call of a phase, which may compile, has
-ten times as long as the longest first one of an earlier attempt, and at least a minute; where nothing is known, `UNKNOWN`.
+A call is late after 10 times the median of its phase, and at least 5 s. The first call of a phase may compile: it is late
+after 10 times the longest first call of an earlier attempt, and at least a minute; if there was none, after `UNKNOWN`.
 
     stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
     hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor, nor
                does a process that it started, as the workers of a loader; or the call is later still
     waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
 
-So ranks that wait in a barrier of the script's for one that evaluates are not hung. A deadline at which a rank was ended
-doubles, so that a slow call cannot end every attempt. Once the job has passed that step, and no call of the phase was late
-by the single deadline, the deadline is single again: that rank had hung.
+So ranks that wait in a barrier of the script for one that evaluates are not hung. When a rank is ended at a deadline, the
+deadline doubles, so that a slow call cannot end every attempt. Once the job has passed that step, and no call of the phase
+missed the original deadline, that deadline holds again: the rank had hung.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from shoal.attention.call import AttentionCall
 from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.sequence_parallel.axis import SequenceAxis
+from shoal.sequence_parallel.block_exchange import AttendByBlocks, BlockExchangeCall
 from shoal.sequence_parallel.block_plan import block_plan
-from shoal.sequence_parallel.fetched import AttendFetched, FetchedCall
 from shoal.sequence_parallel.heads import exchange_heads, heads_plan
 from shoal.transport.collectives import eager
 
@@ -89,9 +89,9 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
                              hidden=None if term is None else term[1], first_head=first_head)
         facts = (f"blocks exchanged: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} "
                  f"{query.dtype}, layout {blocks.digest}".replace("torch.", ""))
-        of = FetchedCall(axis=axis, plan=plan, call=call, kernels=kernels_for(backend, call, query, key, value),
-                         facts=facts)
-        return cast(Tensor, AttendFetched.apply(of, query, key, value))
+        of = BlockExchangeCall(axis=axis, plan=plan, call=call, kernels=kernels_for(backend, call, query, key, value),
+                               facts=facts)
+        return cast(Tensor, AttendByBlocks.apply(of, query, key, value))
     own = heads_plan(query.shape[1], key.shape[1], axis.rank, axis.ranks).own
     if bias is not None and bias.dim() > 2 and bias.shape[-3] > 1:
         if bias.shape[-3] != query.shape[1]:

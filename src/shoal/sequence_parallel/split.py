@@ -1,4 +1,4 @@
-"""A batch is read whole by all ranks of a sequence axis, and each takes its part of every tensor that has the sequence.
+"""All ranks of a sequence axis read the whole batch, and each takes its part of every tensor that has a sequence dim.
 
     input_ids (batch, L)     -> positions r n to (r + 1) n
     labels (batch, L)        -> the same; beside them shift_labels, each position's next label, shifted before the cut

@@ -1,4 +1,4 @@
-"""Modules with whole parameters on a part of the data: norms and dropout in a split sequence, norms of heads."""
+"""Modules whose parameters are whole and whose input is a slice: norms and dropout in a split sequence, norms of heads."""
 
 from __future__ import annotations
 

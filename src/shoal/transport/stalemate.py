@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: each rank in a long wait says what it waits for, and which collectives it has begun.
+"""Deadlock detection: a rank in a long wait publishes what it waits for, and which collectives it has begun.
 
 The n-th collective of a kind ends when every rank of its group has begun n of that kind. A blocked rank therefore waits for
 each rank of the group that has begun fewer. These waits are edges of a graph over the ranks: a cycle in it is a deadlock.

@@ -1,4 +1,4 @@
-"""When a backward pass uses units, and when their gradients are complete.
+"""Backward hooks: gather units before backward uses them, and reduce them when their gradients are complete.
 
     gradient of a module's output    gather the module's units: its backward begins
     gradient of a slot               collect it; reduce and release a complete unit

@@ -1,4 +1,4 @@
-"""Whole parameters for a while: gathered on entry, released on exit, with or without what was written meanwhile."""
+"""The context `gathered`: parameters are whole within it and released on exit; writes are taken over or dropped."""
 
 from __future__ import annotations
 

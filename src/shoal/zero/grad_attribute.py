@@ -1,4 +1,4 @@
-"""The attribute `grad` of a parameter as a script sees it, which may be other than the one that autograd writes.
+"""The attribute `grad` of a parameter as a script sees it, which may differ from the one that autograd writes.
 
 While a `GradReader` of its owner answers for it, the class of a parameter is a subclass of the same name whose `grad` is a
 property, or that of a released parameter (guard.py). Everything else of the parameter is as it was.

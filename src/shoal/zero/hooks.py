@@ -1,4 +1,4 @@
-"""When a forward pass uses units: before and after each module's forward, and what autograd saves of weights.
+"""Forward hooks: gather units before each module's forward, release them after it, and track weights that autograd saves.
 
     outermost forward       a pass begins and ends: within it a released weight that is read is gathered
     forward of a module     gather its units before, release them after; of an embedding only the rows in use

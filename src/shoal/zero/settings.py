@@ -38,7 +38,7 @@ class ZeroSettings(Section):
     """Maximum elements of one all-gather message, likewise."""
 
     ignore_unused_parameters: Switch = True
-    """Treat a parameter without a gradient as having a zero gradient; false raises an error that names it."""
+    """Skip a parameter that received no gradient on any rank, as plain PyTorch does; false raises an error that names it."""
 
     sub_group_size: Positive = 1_000_000_000
     """Maximum elements of one optimizer call, in multiples of 64; a unit in memory is not split."""

@@ -1,8 +1,8 @@
-"""The run-ahead window: units are gathered in the order in which the last pass used them, ahead of their use.
+"""The prefetch window: units are gathered ahead of their use, in the order in which the last pass used them.
 
 Every use of a unit starts the gathers of the units expected next, up to a number of elements (and at least one unit), so
 that they travel while the present one computes. Weights that rest in another tier are fetched further ahead, so that
-they have arrived when their gather starts. A pass that leaves the expected order only loses its run-ahead.
+they have arrived when their gather starts. A pass that leaves the expected order only loses the prefetch.
 """
 
 from __future__ import annotations

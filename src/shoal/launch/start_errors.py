@@ -1,4 +1,4 @@
-"""Messages of ssh, other launchers and Python when a host cannot be started, and what helps: a table of patterns."""
+"""A table of the errors of ssh, other launchers and Python when a host cannot be started, each with its remedy."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ from shoal.sequence_parallel.axis import SequenceAxis
 from shoal.sequence_parallel.block_plan import BlockPlan
 from shoal.sequence_parallel.moves import RETURN, Moves, Operand, exchange, give_back
 
-__all__ = ["AttendFetched", "FetchedCall"]
+__all__ = ["AttendByBlocks", "BlockExchangeCall"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedCall:
+class BlockExchangeCall:
     """One attention of a sequence axis, without its tensors."""
 
     axis: SequenceAxis
@@ -41,11 +41,11 @@ class FetchedCall:
     facts: str
 
 
-class AttendFetched(torch.autograd.Function):
+class AttendByBlocks(torch.autograd.Function):
     """The attention of this rank's rows (batch, heads, n, dim): query, key, value and output are of these alone."""
 
     @staticmethod
-    def forward(ctx: Any, of: FetchedCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, of: BlockExchangeCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         plan = of.plan
         tensors = [key, value, *([query] if plan.splits else [])]
         results = exchange(of.axis, of.facts, _operands(tensors, plan, _tables(plan)))
@@ -66,7 +66,7 @@ class AttendFetched(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Exchange what the split rows need, let the backend compute its backward, and give back what is of others."""
         check_first_derivative("attention over the ranks of a sequence", "compute it on one rank with backend='reference'")
-        of: FetchedCall = ctx.of
+        of: BlockExchangeCall = ctx.of
         queries, keys, values, output, sums, *terms = ctx.saved_tensors
         plan, rows = of.plan, gradient.shape[2]
         call = replace(of.call, terms=tuple(Term(tensor=tensor, multiplies=multiplies) for tensor, multiplies
@@ -104,7 +104,7 @@ def _joined(results: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     return [result.view(*tensor.shape[:2], -1, tensor.shape[3]) for result, tensor in zip(results, like, strict=True)]
 
 
-def _parts_of_own_rows(of: FetchedCall, computed: tuple[Tensor, Tensor]) -> list[list[Tensor]]:
+def _parts_of_own_rows(of: BlockExchangeCall, computed: tuple[Tensor, Tensor]) -> list[list[Tensor]]:
     """Send others the parts of their rows, and return by peer those of this rank's: sums and outputs, as units."""
     axis, moves = of.axis, of.plan.to_queries.on(computed[0].device)
     send = [torch.cat([units.index_select(1, moves.receive[peer]).view(-1).view(torch.uint8) for units in computed])
