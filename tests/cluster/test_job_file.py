@@ -11,17 +11,18 @@ import pytest
 from shoal.cluster.hostfile import Host
 from shoal.cluster.launchers import Launcher, Start
 from shoal.errors import LaunchError
+from shoal.launch.protocol import Beat, Exited, Message
 from shoal.launch.selection import Selection
 
 
-def local(render_job: str | None = None) -> Selection:
+def local(render_job: str | None = None, *, stdin: bool = False) -> Selection:
     """Return a selection of this machine; `render_job` replaces the path of the job's file."""
 
     def render(program: str, start: Start) -> list[list[str]]:
         python, bootstrap, job = start.command
         return [[program, python, bootstrap, render_job or job, "0"]]
 
-    row = Launcher(name="here", programs=("env",), product="", package="", render=render, variables={})
+    row = Launcher(name="here", programs=("env",), product="", package="", render=render, variables={}, stdin=stdin)
     return Selection(hosts=(Host(name="here", slots=(0,)),), launcher=row, args=(), ssh_port=None, setup=None,
                      environment={"SECRET": "herring"}, anywhere=False, least=1, quiet=20.0)
 
@@ -54,3 +55,18 @@ def test_the_file_is_gone_where_a_host_does_not_start(monkeypatch: pytest.Monkey
     with pytest.raises(LaunchError, match="cannot read"), local("no-such-file").cluster(None) as cluster, cluster:
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stdin", [False, True], ids=["a socket", "standard input"])
+def test_a_host_ends_once_its_connection_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdin: bool) -> None:
+    """The launcher closes that of a lost host, which ends when it comes back."""
+    monkeypatch.chdir(tmp_path)
+    with local(stdin=stdin).cluster(None) as cluster, cluster:
+        (host,) = cluster.nodes
+        assert host.channel is not None
+        host.channel.close()
+        said: list[Message] = []
+        while not host.has_ended:
+            if (came := cluster.receive()) is not None and came[1] != Beat():
+                said.append(came[1])
+        assert said == [Exited(code=0)], "no word of a launcher that was silent for `quiet` seconds"

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
 from shoal.launch import heartbeats
+from shoal.launch.clocks import Clocks
 from shoal.launch.heartbeats import ENDED, PAUSE, Heartbeats
 
 PERIOD, SILENCE = 0.02, 0.5
@@ -26,7 +27,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_node_without_signs_of_life_is_lost_to_the_others() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = PrefixStore("attempt", server)
-    beats = [Heartbeats(store, node, 3, lambda seconds: None, period=PERIOD, silence=SILENCE) for node in range(3)]
+    beats = [Heartbeats(store, node, 3, lambda seconds: None, period=10 * PERIOD, silence=SILENCE) for node in range(3)]
     beats[1]._store = HashStore()  # its words reach nobody
     until(lambda: all(set(beats[node].silent_for) == {1} for node in (0, 2)))
     assert beats[0].silent_for[1] >= SILENCE
@@ -93,9 +94,24 @@ def test_a_node_that_does_not_reach_the_store_is_told() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, wait_for_workers=False)
     told: list[float] = []
-    beats = Heartbeats(client, 1, 2, told.append, period=PERIOD, silence=SILENCE)
+    beats = Heartbeats(client, 1, 2, told.append, period=10 * PERIOD, silence=SILENCE)  # a busy machine pauses for 2 periods
     until(lambda: client.add("beat/1", 0) > 2)
     del server
     until(lambda: bool(told))
     assert told[0] > 2 * SILENCE
     beats.end()
+
+
+def test_clocks_that_are_off_are_told_and_a_late_answer_is_not() -> None:
+    store, now, told = HashStore(), [1000.0], list[str]()
+    offsets = (0.0, 30.0, -30.0, 0.0)
+    first, *others = [Clocks(node, len(offsets), told.append, lambda offset=offset: now[0] + offset)
+                      for node, offset in enumerate(offsets)]
+    for each in (others[0], first, *others[:2], first):
+        each.look(store)
+        now[0] += 1.0
+    now[0] += 100.0
+    for each in (others[2], first, *others, first):
+        each.look(store)
+    assert [line.partition("; ")[0].partition(" is at least ")[2].partition(" s ")[0] for line in told] == ["28.0", "28.0"]
+    assert [word in line for word, line in zip(("ahead of", "behind"), told, strict=True)] == [True, True]

@@ -108,6 +108,7 @@ def test_a_failed_rank_has_all_hosts_begin_again(run, script, tmp_path):
     assert "herring 1" in err
     assert re.search(r"rank 1 attempt 2", out)
     assert "herring 1" in (tmp_path / "failure.txt").read_text(), "what `shoal doctor` shows"
+    assert (tmp_path / "rank1.attempt2.out").read_text() == "rank 1 attempt 2\n"
 
 
 def test_a_job_begins_without_a_host_that_is_down(run, script):

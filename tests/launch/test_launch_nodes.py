@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import time
@@ -64,6 +65,20 @@ def test_a_training_survives_the_loss_of_a_node(run, script, free_port, nodes, l
     assert [line.partition(" from ")[0] for line in begun] == [f"{rank} of {len(ends)}" for rank in range(len(ends))]
     assert all(int(line.partition(" from ")[2]) >= 2 for line in begun), ends  # loaded from memory, of which half was lost
     assert loss == signal.SIGKILL or "ended because node 1 has sent no heartbeat for" in ends[0][2], ends
+
+
+def test_a_node_that_comes_later_has_all_start_again_from_the_copies(run, script, free_port):
+    command = ("--ranks", "1", "--nodes", "1:2", "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores",
+               "--max-restarts", "1", script(TRAIN.replace("range(400)", "range(400000)")))
+    first = run("--node-rank", "0", *command)
+    assert first.read(2) == ["0 of 1 from 0", "0 is at 3"]
+    later = run("--node-rank", "1", *command)
+    (code, out, err), (later_code, later_out, later_err) = first.end(), later.end()
+    assert (code, later_code) == (0, 0), (err, later_err)
+    begun = [re.fullmatch(r"(\d) of 2 from (\d+)\n", text) for text in (out, later_out)]
+    assert [found and found[1] for found in begun] == ["0", "1"], (out, later_out)
+    assert all(found and int(found[2]) >= 3 for found in begun)
+    assert "a node has come, or starts its ranks again: so do all others" in err
 
 
 FAILS = """

@@ -1,6 +1,7 @@
 """`shoal run` with real processes: the environment of the ranks, exit codes and signals, and no orphans."""
 
 import os
+import pty
 import re
 import signal
 import socket
@@ -57,6 +58,12 @@ import os, signal
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
 os.write(1, b"ready\\n")
 while True: signal.pause()
+"""
+
+ON_TERMINAL = """
+import os, sys
+os.open(sys.argv[1], os.O_RDWR)  # the first that the leader of a session opens is its terminal
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -160,6 +167,21 @@ def test_a_signal_reaches_the_ranks_and_they_have_time_to_finish(run, script, nu
     assert code == 128 + number
     assert out.splitlines() == [f"finished {number.name}"] * 2
     assert f"sending {number.name} to 2 ranks; 30 s are left to finish" in err
+    launch.wait_until_gone()
+
+
+@pytest.mark.parametrize(("before", "number"), [((), signal.SIGHUP), (("nohup",), signal.SIGTERM)], ids=["plain", "nohup"])
+def test_a_terminal_that_goes_away_ends_a_run_unless_nohup_started_it(start, script, before, number):
+    screen, terminal = pty.openpty()
+    launch = start(sys.executable, "-c", ON_TERMINAL, os.ttyname(terminal), *before, sys.executable, "-m", "shoal", "run",
+                   "--ranks", "1", script(FINISH))
+    assert launch.read(1) == ["ready"]
+    os.close(screen)
+    if before:
+        os.kill(launch.pid, signal.SIGTERM)
+    code, _, err = launch.end()
+    os.close(terminal)
+    assert code == 128 + number, err
     launch.wait_until_gone()
 
 

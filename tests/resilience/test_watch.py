@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import multiprocessing
@@ -27,6 +28,7 @@ from shoal.testing import run_ranks
 
 SLEEPER = "import time; time.sleep(1000)"
 SPINNER = "while True: pass"
+PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 
 
 def test_a_page_tells_phase_steps_waits_and_past_durations(tmp_path: Path) -> None:
@@ -132,6 +134,20 @@ def test_a_stopped_process_is_told_from_a_hung_one(pair, tmp_path: Path) -> None
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0)
     enter(str(tmp_path), 1, processes[1].pid, TrainingPhase.STEP, waits=0)
     assert verdicts(watched, processes) == {0: StallKind.STOPPED, 1: StallKind.HUNG}
+
+
+def test_while_a_debugger_has_stopped_a_rank_none_is_hung(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    for rank, each in enumerate(processes):
+        enter(str(tmp_path), rank, each.pid, TrainingPhase.STEP, waits=0)
+    ptrace = ctypes.CDLL(None).ptrace
+    if ptrace(PTRACE_ATTACH, processes[1].pid, None, None) != 0:
+        pytest.skip("needs the right to trace a child process")
+    try:
+        assert verdicts(watched, processes) == {}
+    finally:
+        ptrace(PTRACE_DETACH, processes[1].pid, None, None)
+    assert verdicts(watched, processes) == {0: StallKind.HUNG, 1: StallKind.HUNG}
 
 
 def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:

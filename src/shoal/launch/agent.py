@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 
 from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
+from shoal.launch.clocks import Clocks
 from shoal.launch.console import Console, counted
 from shoal.launch.doctor import page_of
 from shoal.launch.failure import REPORT, Failure
@@ -257,8 +258,8 @@ class Agent(LocalElasticAgent):
     def _rendezvous(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
             self, worker_group: WorkerGroup) -> None:
         waits = threading.Timer(MEETING, self.console.status, [
-            f"shoal run: {socket.gethostname()} waits at {self.plan.rendezvous} until {counted(self.plan.nodes[0], 'node')} "
-            f"are there, at most {JOIN} s"])
+            f"shoal run: {socket.gethostname()} waits at {self.plan.rendezvous} for {counted(self.plan.nodes[0], 'node')}, "
+            f"at most {JOIN} s"])
         waits.daemon = True
         if self._cluster is None and self.plan.rendezvous is not None:
             waits.start()
@@ -280,8 +281,9 @@ class Agent(LocalElasticAgent):
         self._end_heartbeats()
         nodes = cast(int, worker_group.group_world_size)
         if nodes > 1 and self._sends_heartbeats:
-            self._heartbeats = Heartbeats(cast(Store, worker_group.store), cast(int, worker_group.group_rank), nodes,
-                                          self._leave_cut_off)
+            node = cast(int, worker_group.group_rank)
+            self._heartbeats = Heartbeats(cast(Store, worker_group.store), node, nodes, self._leave_cut_off,
+                                          clocks=Clocks(node, nodes, self.console.status))
         with nullcontext() if self._spare is None else self._spare.starting():
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         write_record(self._memory, JobRecord(
@@ -290,6 +292,12 @@ class Agent(LocalElasticAgent):
             ranks=[worker.global_rank for worker in worker_group.workers],
             error_files=[self.files.last.error_files[each] for each in sorted(pids)]))
         return pids
+
+    def _restart_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
+            self, worker_group: WorkerGroup) -> None:
+        if not self.failures and self._cluster is None:  # of others the report, or the launcher, tells
+            self.console.status("shoal run: a node has come, or starts its ranks again: so do all others")
+        super()._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]  as above
 
     @property
     def _attempt(self) -> int:

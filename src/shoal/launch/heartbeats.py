@@ -16,6 +16,8 @@ from typing import Any, cast
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  documented as public
 
+from shoal.launch.clocks import Clocks
+
 __all__ = ["SILENCE", "Heartbeats"]
 
 PERIOD = 1.0
@@ -34,15 +36,17 @@ class Heartbeats:
     """The heartbeats of the nodes of one attempt, in a thread with a connection of its own."""
 
     def __init__(self, store: Store, node: int, nodes: int, on_cut_off: Callable[[float], None], *,
-                 period: float = PERIOD, silence: float = SILENCE) -> None:
+                 clocks: Clocks | None = None, period: float = PERIOD, silence: float = SILENCE) -> None:
         """Begin, on a connection like that of `store`; `node` is the number of this one of `nodes`.
 
         `on_cut_off` is called in a thread, with the seconds, once this node has not reached the store for twice `silence`.
+        `clocks` are compared meanwhile.
         """
         self._store: Any = cast("Any", store).clone()
         self._node = node
         self._period, self._silence = period, silence
         self._on_cut_off = on_cut_off
+        self._clocks = clocks
         self._counts = dict.fromkeys(range(nodes), -1)
         self._unchanged = dict.fromkeys(range(nodes), 0)
         """By node: the exchanges in a row in which its counter stood still."""
@@ -68,6 +72,8 @@ class Heartbeats:
         with suppress(RuntimeError):  # the store has ended, or does not answer
             while not self._stop.wait(self._period):
                 self._exchange()
+                if self._clocks is not None:
+                    self._clocks.look(self._store)
             self._store.add(f"beat/{self._node}", ENDED)
 
     def _look(self) -> None:

@@ -22,6 +22,7 @@ from shoal.errors import LaunchError
 from shoal.launch.addresses import INTERFACE, connect, interface_of, own_addresses
 from shoal.launch.job import ClusterJob
 from shoal.launch.protocol import Begin, Listening
+from shoal.launch.rendezvous import first_line
 
 __all__ = ["ClusterRendezvous"]
 
@@ -59,8 +60,8 @@ class ClusterRendezvous(RendezvousHandler):
         try:
             self._server = TCPStore("0.0.0.0", self._port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         except RuntimeError as error:
-            raise LaunchError(f"port {self._port} of {socket.gethostname()} cannot be opened: "
-                              f"{str(error).splitlines()[0]}; choose another, or leave it out for a free one") from error
+            raise LaunchError(f"--rendezvous: port {self._port} of {socket.gethostname()} cannot be opened: "
+                              f"{first_line(error)}; choose another, or leave it out for a free one") from error
         return Listening(port=self._server.port, addresses=[self._host] if self._host else own_addresses())
 
     def begin(self, begun: Begin) -> None:

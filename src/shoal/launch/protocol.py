@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -190,9 +191,11 @@ CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (
 class Channel:
     """One end of a connection. Any thread may send; one thread receives."""
 
-    def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
+    def __init__(self, reader: BinaryIO, writer: BinaryIO, connection: socket.socket | None = None) -> None:
+        """`connection` is the socket that both use, which stays open while either does; pipes close by themselves."""
         self._reader = reader
         self._writer = writer
+        self._connection = connection
         self._sending = threading.Lock()
 
     def send(self, *messages: Message) -> None:
@@ -216,7 +219,10 @@ class Channel:
                 return CLASSES[name](**values)
 
     def close(self) -> None:
-        """Close the connection: the other end ends."""
+        """Send no more, which the other end hears, and ends."""
+        with suppress(OSError):
+            if self._connection is not None:
+                self._connection.shutdown(socket.SHUT_WR)
         with suppress(OSError, ValueError):
             self._writer.close()
 

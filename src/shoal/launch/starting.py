@@ -173,7 +173,7 @@ class Starter:
             return
         with connection:
             connection.settimeout(None)
-            channel = Channel(reader, writer)
+            channel = Channel(reader, writer, connection)
             if isinstance(hello := channel.receive(), Hello):
                 self.events.put(HostEvent(node=hello.node, message=Connected(channel=channel)))
                 self.events.put(HostEvent(node=hello.node, message=hello))

@@ -8,9 +8,10 @@ after 10 times the longest first call of an earlier attempt, and at least a minu
                does a process that it started, as the workers of a loader; or the call is later still
     waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
 
-So ranks that wait in a barrier of the script for one that evaluates are not hung. When a rank is ended at a deadline, the
-deadline doubles, so that a slow call cannot end every attempt. Once the job has passed that step, and no call of the phase
-missed the original deadline, that deadline holds again: the rank had hung.
+So ranks that wait in a barrier of the script for one that evaluates are not hung. While a debugger has stopped a rank
+(state t) none is. When a rank is ended at a deadline, the deadline doubles, so that a slow call cannot end every attempt. Once
+the job has passed that step, and no call of the phase missed the original deadline, that deadline holds again: the rank had
+hung.
 """
 
 from __future__ import annotations
@@ -124,10 +125,12 @@ class Watch:
     def poll(self, pids: Mapping[int, int], *, held_up: bool = False) -> list[Suspicion]:
         """Return the ranks that are stopped or hung now; `pids` are the processes by local rank.
 
-        Where something outside of the job holds its ranks up, the calls of now have their whole deadlines after that.
+        Where something outside of the job holds its ranks up, or a debugger has stopped one, the calls of now have their
+        whole deadlines after that.
         """
-        now = time.monotonic()
-        if held_up or now - self._looked > PAUSE:  # or this process was stopped, and the ranks may have been with it
+        now, running = time.monotonic(), {local_rank: process(pid) for local_rank, pid in pids.items()}
+        traced = any(facts is not None and facts.state == "t" for facts in running.values())
+        if held_up or traced or now - self._looked > PAUSE:  # or this process was stopped, and the ranks perhaps with it
             self._resumed = now
         self._looked = now
         found: list[Suspicion] = []
@@ -135,7 +138,7 @@ class Watch:
         late: list[Suspicion] = []
         working = False
         for local_rank, pid in pids.items():
-            facts, reading = process(pid), self.reading(local_rank)
+            facts, reading = running[local_rank], self.reading(local_rank)
             if facts is None or facts.state == "Z":
                 continue
             if reading is not None and reading.pid != pid:
