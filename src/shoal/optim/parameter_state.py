@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,19 +215,17 @@ class ParameterState:
                 self.unit.gather()
 
 
+def _refuse_write(*_: object, **__: object) -> NoReturn:
+    raise UsageError(f"optimizer.state[...][...] = ...: {STATE_IS_KEPT}. Keep values of your own in a dict of yours")
+
+
 class _KeptEntry(dict[str, Any]):
     """The state of one parameter: its tensors may be changed in place, and no value replaced. Copies are plain dicts."""
 
-    def __setitem__(self, kind: str, value: object) -> NoReturn:
-        self._refuse_write()
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = cast("Any", _refuse_write)
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, ({**self},)
-
-    def _refuse_write(self, *_: object, **__: object) -> NoReturn:
-        raise UsageError(f"optimizer.state[...][...] = ...: {STATE_IS_KEPT}. Keep values of your own in a dict of yours")
-
-    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse_write
 
 
 class _KeptState(Mapping[Tensor, dict[str, Any]]):
