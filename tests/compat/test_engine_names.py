@@ -160,6 +160,26 @@ def test_host_optimizers_step_16_bit_weights_in_fp32(kind: Any, dtype: torch.dty
     assert all(value.dtype == torch.float32 for value in state)
 
 
+def handed_host_optimizers() -> None:
+    for kind in (DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion):
+        for stage in (0, 2, 3):
+            trained: list[Tensor] = []
+            for given in (torch.bfloat16, torch.float32):
+                whole = model().bfloat16().to(given)
+                optimizer = kind(whole.parameters(), lr=0.01)
+                engine = initialize(model=whole, optimizer=optimizer, config={
+                    "train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}})[0]
+                for _ in range(2):
+                    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean())
+                    engine.step()
+                trained.append(torch.cat([value.flatten() for value in engine.consolidated_state_dict().values()]))
+            assert trained[0].any() and torch.equal(*trained)
+
+
+def test_host_optimizers_over_16_bit_weights_are_taken_over() -> None:
+    run_ranks(1, handed_host_optimizers)
+
+
 # Configuration
 
 

@@ -437,6 +437,78 @@ def test_edits_of_state_and_groups_count_as_in_plain_torch_or_raise(stage: int) 
     run_ranks(2, edits, stage)
 
 
+def by_hand(stage: int | None, rank: int, ranks: int) -> list[Tensor]:
+    """Set `p.grad` with no backward pass, after one that is discarded, and before one that adds to it."""
+    whole = model()
+    optimizer = sgd(whole)
+    if stage is not None:
+        shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+    for step in range(5):
+        mine = (rank,) if stage is not None else range(ranks)
+        loss = torch.stack([whole(batch(step, each)).square().mean() for each in mine]).mean()
+        if step == 1:
+            loss.backward()
+        optimizer.zero_grad()
+        set_here = list(whole.parameters())[1:] if step < 4 else []
+        for number, p in enumerate(set_here):
+            p.grad = torch.full(p.shape, 0.25 * (number - step))
+        if step > 1:
+            loss.backward()
+        optimizer.step()
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()]
+
+
+def all_by_hand(ranks: int) -> None:
+    rank = torch.distributed.get_rank()
+    for stage in range(4):
+        torch.testing.assert_close(by_hand(stage, rank, ranks), by_hand(None, rank, ranks),
+                                   rtol=0 if ranks == 1 else 1e-6, atol=0 if ranks == 1 else 1e-7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_a_script_sets_itself_are_stepped(ranks: int) -> None:
+    run_ranks(ranks, all_by_hand, ranks)
+
+
+def set_with_a_loss_scale() -> None:
+    whole = model()
+    optimizer = sgd(whole)
+    shoal.initialize(model=whole, optimizer=optimizer, config=config(0, fp16={"enabled": True}))
+    whole[0].weight.grad = torch.ones_like(whole[0].weight)
+    with pytest.raises(UsageError, match=r"p\.grad of '0\.weight' was set outside of a backward pass, .* loss scale 65536"):
+        optimizer.step()
+
+
+def test_set_gradients_raise_where_the_step_divides_by_a_loss_scale() -> None:
+    run_ranks(1, set_with_a_loss_scale)
+
+
+def entries(stage: int) -> None:
+    whole = model()
+    optimizer = adam(whole)
+    shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+    parameter = whole[0].weight
+    assert optimizer.state[parameter] == {} and optimizer.state.get(parameter) is None and parameter not in optimizer.state
+    refusal = r"optimizer\.state\[\.\.\.\]\[\.\.\.\] = \.\.\.: the engine keeps it .* of your own"
+    with pytest.raises(UsageError, match=refusal):
+        optimizer.state[parameter]["old_p"] = parameter.detach()
+    whole(batch(0, 0)).square().mean().backward()
+    optimizer.step()
+    if stage:
+        return
+    assert parameter in optimizer.state
+    for change in (lambda state: state.update(step=torch.tensor(0.0)), lambda state: state.pop("exp_avg")):
+        with pytest.raises(UsageError, match=refusal):
+            change(optimizer.state[parameter])
+    assert type(copy.deepcopy(optimizer.state[parameter])) is dict
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_values_of_the_state_are_not_replaced_in_silence(stage: int) -> None:
+    run_ranks(1, entries, stage)
+
+
 def cleared_adagrad() -> None:
     whole = model()
     optimizer = torch.optim.Adagrad(whole.parameters())

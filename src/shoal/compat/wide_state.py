@@ -1,7 +1,7 @@
 """Published host optimizers keep fp32 state for 16-bit parameters, also without an engine.
 
 The torch class that steps makes state of a parameter's dtype. So a hook widens 16-bit parameters before its step, and
-another rounds them after it. (In an engine the parameters are fp32 masters, and no hook is registered.)
+another rounds them after it. In an engine, whose masters are fp32 and whose steps call the hooks too, they do nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shoal.zero.ownership import owner_of
+
 __all__ = ["keep_wide_state"]
 
 NARROW = (torch.float16, torch.bfloat16)
 
 
 def keep_wide_state(optimizer: Optimizer) -> None:
-    """Have `optimizer` step its 16-bit parameters in fp32, with fp32 state."""
+    """Have `optimizer` step its 16-bit parameters in fp32, with fp32 state; an engine that takes it over does so itself."""
     widened: dict[torch.nn.Parameter, torch.dtype] = {}
 
     def widen(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,4 +49,4 @@ def keep_wide_state(optimizer: Optimizer) -> None:
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
     for group in optimizer.param_groups:
-        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+        yield from (parameter for parameter in group["params"] if owner_of(parameter) is None and parameter.grad is not None)

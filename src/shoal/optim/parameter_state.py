@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,11 +215,40 @@ class ParameterState:
                 self.unit.gather()
 
 
+def _refuse_write(*_: object, **__: object) -> NoReturn:
+    raise UsageError(f"optimizer.state[...][...] = ...: {STATE_IS_KEPT}. Keep values of your own in a dict of yours")
+
+
+class _KeptEntry(dict[str, Any]):
+    """The state of one parameter: its tensors may be changed in place, and no value replaced. Copies are plain dicts."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = cast("Any", _refuse_write)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, ({**self},)
+
+
 class _KeptState(Mapping[Tensor, dict[str, Any]]):
-    """The optimizer's state by the model's parameters: it can be read and cleared, and no entry replaced."""
+    """The optimizer's state by the model's parameters: it can be read and cleared, and no entry or value replaced.
+
+    A parameter without state reads as an empty dict, as in torch.
+    """
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        return _KeptEntry(self._read(parameter))
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, Tensor) and bool(self._read(parameter))
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        return self[parameter] or default
+
+    def _read(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of `parameter`, empty where there is none."""
+        raise NotImplementedError
 
     def clear(self) -> None:
         """Begin the moments anew."""
@@ -244,12 +273,9 @@ class ReplicatedState(_KeptState):
         """Whether every rank holds all of the state."""
         return not optimizer.shards_state
 
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+    def _read(self, parameter: Tensor) -> dict[str, Any]:
         state = ParameterState.of(self._optimizer, parameter) if isinstance(parameter, nn.Parameter) else None
-        found = {} if state is None else state.resident(self._states)
-        if not found:
-            raise KeyError(parameter)
-        return found
+        return {} if state is None else state.resident(self._states)
 
     def __iter__(self) -> Iterator[Tensor]:
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
@@ -264,9 +290,9 @@ class ReplicatedState(_KeptState):
 class SlicedState(_KeptState):
     """The optimizer's state where ranks hold slices of it: empty before the first step; after it reading raises."""
 
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+    def _read(self, parameter: Tensor) -> dict[str, Any]:
         self._refuse_read()
-        raise KeyError(parameter)
+        return {}
 
     def __iter__(self) -> Iterator[Tensor]:
         self._refuse_read()

@@ -258,7 +258,8 @@ class OffloadedStateView(Mapping[Tensor, dict[str, Any]]):
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         self._finish_step()
         if parameter not in self._state:
-            raise KeyError(parameter)
+            raise KeyError("optimizer.state: no state by this tensor: the keys are this rank's slices of the masters. Read "
+                           "it by optimizer.state_dict(), or by shoal.compat.parameters.safe_get_full_optimizer_state")
         state: dict[str, Any] = self._state[parameter]
         view = next((view for view in self._views.views if view.parameter is parameter), None)
         if view is None or view.unit.state.store.granule is None:
