@@ -9,9 +9,9 @@ after 10 times the longest first call of an earlier attempt, and at least a minu
     waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
 
 So ranks that wait in a barrier of the script for one that evaluates are not hung. While a debugger has stopped a rank
-(state t) none is. When a rank is ended at a deadline, the deadline doubles, so that a slow call cannot end every attempt. Once
-the job has passed that step, and no call of the phase missed the original deadline, that deadline holds again: the rank had
-hung.
+(state t) none is. When a rank is ended at a deadline, the deadline doubles, so that a slow call cannot end every attempt.
+Once the job has passed that step, and no call of the phase missed the original deadline, that deadline holds again: the rank
+had hung.
 """
 
 from __future__ import annotations
