@@ -172,6 +172,15 @@ def graded(trained: Any, turn: int) -> list[Tensor]:
     return [each.detach().clone() for each in found]
 
 
+def partial(trained: Any, turn: int) -> list[Tensor]:
+    """Accumulate into some of the parameters alone."""
+    model = trained.module
+    inputs = [*model.blocks.parameters(), model.scale] if turn % 2 else [*model.parameters()][-1]
+    trained(entry(turn)).square().mean().backward(inputs=inputs)
+    trained.step()
+    return []
+
+
 def repeated(trained: Any, turn: int) -> list[Tensor]:
     loss = trained(entry(turn)).square().mean()
     trained.backward(loss, retain_graph=True)
@@ -287,7 +296,7 @@ def transformed(case: str, folder: str) -> None:
     engine.destroy()
 
 
-PROGRAMS = (regularised, called_directly, begun_directly, penalised, graded, repeated)
+PROGRAMS = (regularised, called_directly, begun_directly, penalised, graded, partial, repeated)
 
 
 def alike(folder: str) -> None:

@@ -44,11 +44,12 @@ _CREATES_LIKE: frozenset[Callable[..., Any]] = frozenset({
     *(getattr(torch.Tensor, name) for name in _CREATION), torch.empty_like, torch.zeros_like, torch.ones_like,
     torch.full_like, torch.rand_like, torch.randn_like})
 """Functions that make a tensor of the shape, the dtype and the device of another one, whose values they do not read."""
-
 _PERMITTED = _READS_METADATA | _CREATES_LIKE | {
     *(getattr(torch.Tensor, name) for name in _OF_LEAVES),
     *(descriptor.__set__ for name in _METADATA if hasattr(descriptor := getattr(torch.Tensor, name), "__set__"))}
 _ACCESSES_GRAD = frozenset({cast("Any", torch.Tensor.grad).__get__, cast("Any", torch.Tensor.grad).__set__})
+_RUNS_BACKWARD: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.backward, torch.autograd.backward})
+"""They accumulate into `inputs`, whose values they do not read."""
 _DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch.detach,
                                                       cast("Any", torch.Tensor.data).__get__})
 _STORAGES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
@@ -66,6 +67,8 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
         return read_grad(args[0]) if len(args) == 1 else write_grad(*args)
     if function is torch.autograd.grad:
         return _gradients(*args, **kwargs)
+    if function in _RUNS_BACKWARD and kwargs.get("inputs") is not None:
+        kwargs = {**kwargs, "inputs": _edges(kwargs["inputs"])}
     if function not in _PERMITTED:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
@@ -160,14 +163,22 @@ class DetachedParameter(torch.Tensor):
 
 def _gradients(outputs: Any, inputs: Any, **options: Any) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients with respect to parameters that are released: they need no values, and backward reads some."""
-    edges: Any = [gradient_edge(each) if isinstance(each, torch.Tensor) and is_guarded(each) else each for each in inputs]
     zeros = options.pop("materialize_grads", False)
     options["allow_unused"] = options.get("allow_unused") or zeros
-    found = cast("tuple[torch.Tensor | None, ...]", torch.autograd.grad(outputs, edges, **options))
+    found = cast("tuple[torch.Tensor | None, ...]", torch.autograd.grad(outputs, _edges(inputs), **options))
     if not zeros:
         return found
     return tuple(torch.zeros(each.shape, dtype=each.dtype, device=each.device) if gradient is None else gradient
-                 for gradient, each in zip(found, inputs, strict=True))
+                 for gradient, each in zip(found, _listed(inputs), strict=True))
+
+
+def _edges(inputs: Any) -> list[Any]:
+    """Return inputs of autograd with where gradients accumulate in place of released parameters."""
+    return [gradient_edge(each) if isinstance(each, torch.Tensor) and is_guarded(each) else each for each in _listed(inputs)]
+
+
+def _listed(inputs: Any) -> Any:
+    return [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else inputs
 
 
 def _describe(parameter: nn.Parameter, **_: object) -> str:
