@@ -97,7 +97,7 @@ class Results:
     def trainings(self) -> list[tuple[str, str, float]]:
         """Every training of known speed: its system, "-late" for a second schedule of PowerSGD, its uncompressed share.
 
-        A late PowerSGD sends whole gradients for as long as 1-bit Adam does, instead of in the fewest steps that it allows.
+        A late PowerSGD sends whole gradients in the first `LATE` of the steps, instead of in the fewest that it allows.
         """
         known = [name for name in self.names if name != BASELINE and self.compared(name)
                  and (not SYSTEMS[name].warm_up or self.ends(name))]

@@ -134,10 +134,11 @@ def power_sgd_elements(shapes: list[torch.Size], rank: int) -> int:
 
 
 LATE = 0.15
+"""Of the steps: a long warm-up, for the sake of quality."""
 
 
 def late(steps: int) -> int:
-    """Return the steps of the warm-up of 1-bit Adam, of so many."""
+    """Return how many of so many steps are the first `LATE`."""
     return max(2, round(LATE * steps))
 
 
@@ -162,5 +163,5 @@ BY_NAME = {
     "powersgd-4-nadam": Way(hook=lambda steps: power_sgd(4), optimizer=lambda steps: nadam),
     "powersgd-4-late-nadam": Way(hook=lambda steps: power_sgd(4, start=late(steps)), optimizer=lambda steps: nadam),
 }
-"""By name. *none* is DDP as it is, the baseline of the others. A *late* one sends whole gradients in the warm-up of 1-bit
-Adam, as *local* does, which then averages weights. 1-bit Adam has a look-ahead, so that *nadam* has one too."""
+"""By name. *none* is DDP as it is, the baseline of the others. A *late* one sends whole gradients in the first `LATE`
+of the steps, as *local* does, which then averages weights. 1-bit Adam has a look-ahead, so that *nadam* has one too."""

@@ -59,9 +59,9 @@ def test_every_compressing_optimizer_has_a_warm_up_system() -> None:
 
 
 def test_speed_and_quality_have_the_schedule_of_one_configuration() -> None:
-    assert BY_SYSTEM["onebit-adam-1"].schedule(300) == {"freeze_step": 45}
+    assert BY_SYSTEM["onebit-adam-1"].schedule(300) == {"freeze_step": 6}
     assert BY_SYSTEM["zeroone-adam-1"].schedule(300)["var_update_scaler"] == 4 * 300 // 1000
-    assert exact_share("onebit-adam-1", 300) == exact_share("onebit-lamb-1", 1000) == 0.15
+    assert (exact_share("onebit-adam-1", 300), exact_share("onebit-lamb-1", 1000)) == (0.02, 0.15)
     assert 0.02 < exact_share("zeroone-adam-1", 300) < 0.05, "gradients of some steps, weights of fewer"
     assert exact_share("ddp-powersgd-1", 300) == 2 / 300 and exact_share("ddp-bf16") == 0.0
     assert exact_share("ddp-local", 300) == 0.15 and exact_share("torch-pipeline-1f1b") == 0.0
@@ -157,7 +157,7 @@ def test_power_sgd_is_measured_at_two_schedules() -> None:
     gathered = collected([both], PLAN, (*SECONDS, "ddp-powersgd-1"), RATES, TRAINED)
     assert [each for each in gathered.trainings if each[0] == "ddp-powersgd-1"] == [
         ("ddp-powersgd-1", "", 2 / 300), ("ddp-powersgd-1", "-late", 0.15)]
-    assert ("onebit-adam-1", "", 0.15) in gathered.trainings and ("shoal-1", "", 0.0) in gathered.trainings
+    assert ("onebit-adam-1", "", 0.02) in gathered.trainings and ("shoal-1", "", 0.0) in gathered.trainings
 
 
 # Promises
