@@ -88,7 +88,7 @@ def configured(steps: int | None) -> tuple[int, int, int]:
     return config["optimizer"]["params"]["freeze_step"], config["scheduler"]["params"]["total_num_steps"], count
 
 
-@pytest.mark.parametrize(("steps", "freeze", "total"), [(None, 150, 1000), (2000, 300, 2000), (4, 1, 4)])
+@pytest.mark.parametrize(("steps", "freeze", "total"), [(None, 20, 1000), (2000, 40, 2000), (4, 1, 4)])
 def test_a_warm_up_is_stretched_with_the_schedule(steps: int | None, freeze: int, total: int) -> None:
     assert run_ranks(1, configured, steps) == [(freeze, total, total)]
 
