@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -471,6 +472,65 @@ def test_gradients_that_a_script_sets_itself_are_stepped(ranks: int) -> None:
     run_ranks(ranks, all_by_hand, ranks)
 
 
+def beside_a_pass(stage: int | None) -> list[Any]:
+    """Set, read, replace and clip gradients of a layer that the backward pass does not reach."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sgd(whole)
+    engine = None if stage is None else shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))[0]
+    seen: list[Any] = []
+    for step in range(4):
+        out = torch.ones(2, 4)
+        loss = (whole if engine is None else engine)(out).sum() if step == 3 else whole[0](out).square().sum()
+        for p in whole[1].parameters():
+            p.grad = torch.full(p.shape, 1.0 + step)
+        loss.backward()
+        seen.append([None if p.grad is None else p.grad.clone() for p in whole.parameters()])
+        if step == 1:
+            whole[1].bias.grad = None
+            whole[1].weight.grad = torch.full((4, 4), 7.0)
+        if step == 2:
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(p.detach().clone() for p in whole.parameters())]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_set_beside_a_pass_are_read_replaced_and_clipped(stage: int) -> None:
+    torch.testing.assert_close(run_ranks(1, beside_a_pass, stage)[0], run_ranks(1, beside_a_pass, None)[0])
+
+
+def set_alone(tier: str | None, folder: str, steps: int = 3) -> list[Tensor]:
+    """Set every gradient, twice a step, the first time within an accumulation."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    optimizer: Any = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    if tier is not None:
+        rest = {"device": tier, "nvme_path": folder} if tier else {"device": "none"}
+        _, optimizer, *_ = shoal.initialize(model=whole, config={
+            **config(3), "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            "zero_optimization": {"stage": 3, "offload_param": rest, "offload_optimizer": rest,
+                                  "stage3_param_persistence_threshold": 8}})
+    for step in range(steps):
+        for part in range(2):
+            for number, p in enumerate(whole.parameters()):
+                value = torch.full(p.shape, 0.1 * number - step)
+                p.grad = value if tier is not None or not part else p.grad + value
+            if part or tier is not None:
+                optimizer.step()
+        optimizer.zero_grad()
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("tier", ["", "cpu", "nvme"])
+def test_set_gradients_count_within_an_accumulation_and_in_every_tier(tier: str, tmp_path: Path) -> None:
+    found, expected = (run_ranks(1, set_alone, each, str(tmp_path))[0] for each in (tier, None))
+    torch.testing.assert_close(found, expected)
+
+
 def set_with_a_loss_scale() -> None:
     whole = model()
     optimizer = sgd(whole)
@@ -498,6 +558,9 @@ def entries(stage: int) -> None:
     if stage:
         return
     assert parameter in optimizer.state
+    before = optimizer.state[parameter]["exp_avg"].clone()
+    optimizer.state[parameter]["exp_avg"] *= 0.5
+    assert torch.equal(optimizer.state[parameter]["exp_avg"], before * 0.5)
     for change in (lambda state: state.update(step=torch.tensor(0.0)), lambda state: state.pop("exp_avg")):
         with pytest.raises(UsageError, match=refusal):
             change(optimizer.state[parameter])

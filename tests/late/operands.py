@@ -1,7 +1,7 @@
 """Tests written for the CPU on another device: batches and operands that a test left on the host go to the device.
 
 A program of a user moves its batch to `engine.device`; most tests of Shoal do not, since they were written where that is the
-host. Calls from within Shoal are left as they are: an operand on the wrong device there is a fault.
+host. Operands of calls from within Shoal are left as they are: one on the wrong device there is a fault.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def move_operands() -> None:
 
 
 def _move_batch(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Move the batch of an engine to its device."""
+    """Move the positional arguments of an engine's call to its device."""
     if isinstance(module, shoal.Engine):
         return tuple(_moved(each, module.device) for each in args)
     return None

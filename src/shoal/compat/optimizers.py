@@ -267,7 +267,7 @@ class PlainOptimizer(PublishedOptimizer):
             parameter for group in self.param_groups for parameter in group["params"])}
         groups = [{**{key: value for key, value in group.items() if key != MASK},
                    "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups]
-        return {"state": {numbers[parameter]: state for parameter, state in self.state.items()}, "param_groups": groups}
+        return {"state": {numbers[parameter]: {**state} for parameter, state in self.state.items()}, "param_groups": groups}
 
     def as_inner(self) -> Optimizer:
         """Return an optimizer of the inner one's class over the model's parameters, whose calls reach the engine."""

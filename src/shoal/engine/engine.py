@@ -190,6 +190,7 @@ class Engine(BaseEngine):
             self.take_step(lr_kwargs or {})
         elif self.optimizer is not None:
             self.optimizer.check_not_begun("step within an accumulation")
+            self.optimizer.collect_set_grads()
         self.progress.count_microbatches()
         if boundary:
             self.end_step()

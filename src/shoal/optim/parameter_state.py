@@ -222,7 +222,12 @@ def _refuse_write(*_: object, **__: object) -> NoReturn:
 class _KeptEntry(dict[str, Any]):
     """The state of one parameter: its tensors may be changed in place, and no value replaced. Copies are plain dicts."""
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = cast("Any", _refuse_write)
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = cast("Any", _refuse_write)
+
+    def __setitem__(self, kind: str, value: object) -> None:
+        # `state[p]["exp_avg"] *= 0.5` sets the tensor that it has changed. Several parameters share a number, such as "step"
+        if not (isinstance(value, Tensor) and value.dim() and self.get(kind) is value):
+            _refuse_write()
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, ({**self},)

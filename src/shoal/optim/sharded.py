@@ -42,7 +42,7 @@ from shoal.optim.views import Views
 from shoal.optim.weight_writes import WeightWrites
 from shoal.precision.loss_scale import LossScale
 from shoal.tier.store import WRITE_AHEAD
-from shoal.zero.grad_attribute import clear_raw_grads, take_raw_grad
+from shoal.zero.grad_attribute import clear_raw_grads, take_raw_grads
 from shoal.zero.gradient import OnReduced
 from shoal.zero.optimizer_state import StateAccess
 from shoal.zero.sharded import ShardedModel
@@ -175,7 +175,7 @@ class ShardedOptimizer(EngineOptimizer):
         self._scheduler.check()
         self._check_members(self.param_groups)
         self._model.close_grads(keep=True)
-        self._collect_set_grads(units)
+        self.collect_set_grads()
         parameter_groups = self._model.parameter_groups
         if units and not self.has_gradients:
             raise UsageError(f"rank {self._model.parameter_groups.world.rank}: step() without gradients; call "
@@ -216,22 +216,33 @@ class ShardedOptimizer(EngineOptimizer):
             self._model.run_ahead()
         return not self.overflow
 
-    def _collect_set_grads(self, units: list[TrainableUnit]) -> None:
+    @torch.no_grad()
+    def collect_set_grads(self) -> None:
         """Collect each `p.grad` that a script has set outside of a backward pass: this rank's addend, as of a pass.
 
         Raises `UsageError` where the step does not take the values of scripts.
         """
-        for unit in units:
-            for slot, member in enumerate(unit.members):
-                if (gradient := take_raw_grad(member.parameter)) is None:
-                    continue
-                if self.loss_scale != 1 or self.rules.in_backward or isinstance(self.optimizer, CompressedOptimizer):
-                    raise UsageError(f"p.grad of '{member.name}' was set outside of a backward pass, but gradients have "
-                                     f"the loss scale {self.loss_scale:g}, or are compressed, or stepped in backward: lead "
-                                     f"a loss through the model instead, or train without fp16's loss scale, 1-bit "
-                                     f"optimizers and step_in_backward")
+        found = [(unit, taken) for unit in self._model.trainable
+                 if (taken := take_raw_grads([member.parameter for member in unit.members]))]
+        if not found:
+            return
+        if self.loss_scale != 1 or self.rules.in_backward or isinstance(self.optimizer, CompressedOptimizer):
+            unit, taken = found[0]
+            raise UsageError(f"p.grad of '{unit.members[taken[0][0]].name}' was set outside of a backward pass, but "
+                             f"gradients have the loss scale {self.loss_scale:g}, are compressed, or are stepped in "
+                             f"backward: lead a loss through the model instead, or train without fp16's loss scale, 1-bit "
+                             f"optimizers and step_in_backward. The gradients that were set are discarded")
+        self.finish_deferred_steps()
+        self._model.finish_pending()
+        for unit, taken in found:
+            for slot, gradient in taken:
                 unit.gradient.accumulator.collect(slot, gradient)
+            if unit.replica_group.spans_stages:
                 unit.gradient.mark_unreduced()
+                continue
+            unit.gradient.leave_unreduced()
+            if unit.gradient.stage.shards_gradients:  # whole gradients of all units would take their memory at once
+                self._model.flush()
 
     def _reduce_grad_stats(self, units: list[TrainableUnit]) -> GradStats:
         """Reduce the outstanding gradients of `units`, apply masks, and return the statistics over all ranks.

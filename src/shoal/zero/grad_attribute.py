@@ -6,7 +6,7 @@ property, or that of a released parameter (guard.py). Everything else of the par
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shoal.zero.ownership import GradReader, owner_of
 
-__all__ = ["clear_raw_grads", "hide_grads", "note_answering", "read_grad", "show_grads", "take_raw_grad", "write_grad"]
+__all__ = ["clear_raw_grads", "hide_grads", "note_answering", "raw_grad", "read_grad", "set_raw_grad", "show_grads",
+           "take_raw_grad", "take_raw_grads", "write_grad"]
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]  # pyright: ignore[reportPrivateUsage]  the attribute that autograd writes
 
@@ -24,19 +25,27 @@ _plain: dict[type, type] = {}
 
 def read_grad(parameter: nn.Parameter) -> Tensor | None:
     """Return `parameter.grad` as a script sees it."""
-    if (reader := _reader(parameter)) is not None:
-        return reader.read(parameter)
-    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-        return cast("Tensor | None", _GRAD.__get__(parameter))
+    return raw_grad(parameter) if (reader := _reader(parameter)) is None else reader.read(parameter)
 
 
 def write_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
     """Set `parameter.grad` as a script does."""
     if (reader := _reader(parameter)) is None:
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            _GRAD.__set__(parameter, value)
+        set_raw_grad(parameter, value)
     else:
         reader.write(parameter, value)
+
+
+def raw_grad(parameter: Tensor) -> Tensor | None:
+    """Return the attribute that autograd writes."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        return cast("Tensor | None", _GRAD.__get__(parameter))
+
+
+def set_raw_grad(parameter: Tensor, value: Tensor | None) -> None:
+    """Set the attribute that autograd writes."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        _GRAD.__set__(parameter, value)
 
 
 def take_raw_grad(parameter: Tensor) -> Tensor | None:
@@ -45,6 +54,16 @@ def take_raw_grad(parameter: Tensor) -> Tensor | None:
         value = cast("Tensor | None", _GRAD.__get__(parameter))
         _GRAD.__set__(parameter, None)
     return value
+
+
+def take_raw_grads(parameters: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Return the attributes that autograd writes, with the number of each parameter that has one, and set them to None."""
+    with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        found = [(number, value) for number, parameter in enumerate(parameters)
+                 if (value := cast("Tensor | None", _GRAD.__get__(parameter))) is not None]
+        for number, _ in found:
+            _GRAD.__set__(parameters[number], None)
+    return found
 
 
 def clear_raw_grads(parameters: Iterable[Tensor]) -> None:

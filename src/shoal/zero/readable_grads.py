@@ -5,7 +5,8 @@
     before it is reduced           not on several ranks: within an accumulation at stages 0 and 1, and after `no_sync`
 
 The engine takes every gradient from the attribute as autograd writes it. So from the end of a pass to the step the attribute
-that a script sees is another one (grad_attribute.py). A forward begins with plain parameters, for which compiled code was
+that a script sees is another one (grad_attribute.py). Where the pass gave none, it is the same one: what a script sets there
+the step collects. A forward begins with plain parameters, for which compiled code was
 made. Where the gradient is not available, reading it raises an error that says what to call.
 """
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CollectiveTimeout, UsageError
-from shoal.zero.grad_attribute import hide_grads, show_grads
+from shoal.zero.grad_attribute import hide_grads, raw_grad, set_raw_grad, show_grads
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
@@ -80,7 +81,7 @@ class ReadableGrads:
         unit, slot = self._gather(parameter)
         views = self._views.get(unit)
         if views is None or not (unit.gradient.accumulator.has_slot(slot) or (unit.gradient.has_sum and views[slot].any())):
-            return None
+            return raw_grad(parameter)
         return views[slot]
 
     @torch.no_grad()
@@ -91,10 +92,9 @@ class ReadableGrads:
         if value is not None and value.shape != parameter.shape:
             raise UsageError(f"p.grad of '{name}': got shape {tuple(value.shape)}; set one of {tuple(parameter.shape)}")
         if unit not in self._views:
-            if value is not None:
-                raise UsageError(f"p.grad of '{name}' was set, and backward has given no parameter of its block a gradient, "
-                                 f"so that none is collected there: lead the loss through the block")
+            set_raw_grad(parameter, value)
             return
+        set_raw_grad(parameter, None)
         view = self._views[unit][slot]
         if value is None:
             view.zero_()
