@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -35,11 +36,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def alive(references: dict[str, ref[Any]]) -> list[str]:
-    """Return which of these the collector never frees; transfers that are under way hold a unit until they end."""
+    """Return which of these the collector never frees."""
+    return left(lambda: [name for name, reference in references.items() if reference() is not None])
+
+
+def left(look: Callable[[], list[Any]]) -> list[Any]:
+    """Return what `look` still finds after some time: transfers that are under way hold a unit, and its file, until they end."""
     deadline = time.monotonic() + 20
     while True:
         gc.collect()
-        found = [name for name, reference in references.items() if reference() is not None]
+        found = look()
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.02)
@@ -92,7 +98,7 @@ def freed(stage: int, ranks: int, folder: str) -> None:
     if stage == 3:
         assert not alive(by_disk(folder))
         dist.barrier()
-        assert not [path for path in Path(folder).rglob("*") if path.is_file()]  # nor do its files stay
+        assert not left(lambda: [path for path in Path(folder).rglob("*") if path.is_file()])  # nor do its files stay
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
