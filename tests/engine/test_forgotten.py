@@ -41,7 +41,7 @@ def alive(references: dict[str, ref[Any]]) -> list[str]:
 
 
 def left(look: Callable[[], list[Any]]) -> list[Any]:
-    """Return what `look` still finds after some time: transfers that are under way hold a unit, and its file, until they end."""
+    """Return what `look` still finds after some time: transfers under way hold a unit, and its file, until they end."""
     deadline = time.monotonic() + 20
     while True:
         gc.collect()
