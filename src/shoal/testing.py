@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -174,6 +175,7 @@ def _run(job: _Job[..., object], connection: Connection, args: tuple[object, ...
     stacks = Path(job.store).with_name(f"stacks-{job.rank}").open("w")  # open until exit: the fault handler writes to it
     faulthandler.register(_STACKS_SIGNAL, stacks)
     torch.set_num_threads(1)
+    gc.freeze()  # collections need not look at what the fork server imported, nor copy its pages by doing so
     os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.ranks),
                       LOCAL_WORLD_SIZE=str(job.ranks))
     try:

@@ -24,7 +24,7 @@ _SOURCES = Path(__file__).parent / "native"
 _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
 _INCLUDES = (_TORCH / "include", _TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
-_LIBRARIES = {"liblate.so": ("timeline", "memory", "guard", "twins", "operators"), "late_group.so": ("group",)}
+_LIBRARIES = {"liblate.so": ("timeline", "memory", "guard", "twins", "shapes", "operators"), "late_group.so": ("group",)}
 
 
 class NoCompiler(Exception):

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "shapes.h"
 #include "timeline.h"
 #include "twins.h"
 
@@ -218,24 +219,30 @@ void shape_statistics(const c10::FunctionSchema& schema, const std::vector<IValu
   for (size_t each : {1, 2}) shapes[each] = shapes[each].toTensor().to(input.scalar_type());
 }
 
+Stack shapes_of_results(const c10::OperatorHandle& op, const std::vector<IValue>& arguments) {
+  const std::optional<std::string> call = signature(op, arguments);
+  if (call)
+    if (std::optional<Stack> shapes = kept_shapes(*call)) return *std::move(shapes);
+  Below below;
+  Arguments meta(at::kMeta);
+  Stack shapes = meta.of(arguments);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
+  shape_statistics(op.schema(), arguments, shapes);
+  for (size_t each = 0; each < arguments.size(); ++each) {
+    if (!op.schema().arguments()[each].is_out() || !arguments[each].isTensor()) continue;
+    const Tensor out = arguments[each].toTensor(), shape = meta.of(out);
+    if (out.sizes() != shape.sizes()) out.resize_(shape.sizes());
+  }
+  if (call) keep_shapes(*call, shapes);
+  return shapes;
+}
+
 void deferred(const c10::OperatorHandle& op, Stack* stack) {
   if (op.hasTag(at::Tag::nondeterministic_seeded) && only_fills(op.schema())) return fill(op, stack);
   if (must_be_at_once(op)) return at_once(op, stack);
   const auto& schema = op.schema();
   const std::vector<IValue> arguments = torch::jit::pop(*stack, schema.arguments().size());
-  Stack shapes;
-  if (needs_shapes(schema, arguments)) {
-    Below below;
-    Arguments meta(at::kMeta);
-    shapes = meta.of(arguments);
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
-    shape_statistics(schema, arguments, shapes);
-    for (size_t each = 0; each < arguments.size(); ++each) {
-      if (!schema.arguments()[each].is_out() || !arguments[each].isTensor()) continue;
-      const Tensor out = arguments[each].toTensor(), shape = meta.of(out);
-      if (out.sizes() != shape.sizes()) out.resize_(shape.sizes());
-    }
-  }
+  const Stack shapes = needs_shapes(schema, arguments) ? shapes_of_results(op, arguments) : Stack();
   std::vector<IValue> fresh;       // results that the kernel makes, in the order of the returns
   std::vector<size_t> positions;   // of them among the returns
   bool views_only = !schema.returns().empty();
