@@ -74,7 +74,7 @@ def test_device() -> Iterator[None]:
         yield
         return
     from shoal.testing import ranks_on
-    from tests.late.ranks import SUITES_ON
+    from tests.late.ranks import PRELOADED_ON, SUITES_ON
 
-    with ranks_on(SUITES_ON[DEVICE]):
+    with ranks_on(SUITES_ON[DEVICE], PRELOADED_ON[DEVICE]):
         yield

@@ -66,20 +66,23 @@ class _Job(Generic[P, T]):
 
 
 _prepare: ContextVar[Callable[[], str] | None] = ContextVar("_prepare", default=None)
+_preload: ContextVar[tuple[str, ...]] = ContextVar("_preload", default=())
 
 
 @contextlib.contextmanager
-def ranks_on(prepare: Callable[[], str]) -> Generator[None]:
+def ranks_on(prepare: Callable[[], str], preload: tuple[str, ...] = ()) -> Generator[None]:
     """Have `run_ranks` call `prepare` in each rank first; it sets up a device and returns the backend, such as
     `cpu:gloo,cuda:nccl`.
 
-    The function must be importable (module level).
+    The function must be importable (module level). `preload` names modules that the fork server imports for all ranks; it
+    has no effect once the server runs.
     """
-    token = _prepare.set(prepare)
+    tokens = _prepare.set(prepare), _preload.set(preload)
     try:
         yield
     finally:
-        _prepare.reset(token)
+        _prepare.reset(tokens[0])
+        _preload.reset(tokens[1])
 
 
 def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
@@ -119,7 +122,7 @@ def run_ranks(ranks: int, function: Callable[P, T], *args: P.args, **kwargs: P.k
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *(name for name in _IF_LOADED if name in sys.modules)])
+    context.set_forkserver_preload([*_PRELOAD, *(name for name in _IF_LOADED if name in sys.modules), *_preload.get()])
     return context
 
 

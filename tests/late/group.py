@@ -24,6 +24,7 @@ BACKEND = f"cpu:gloo,{NAME}:{NAME}"
 def register() -> None:
     """Let process groups of this process have the backend."""
     load()
+    _native()
     dist.Backend.register_backend(NAME, _create, devices=[NAME])
 
 

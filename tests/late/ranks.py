@@ -16,7 +16,7 @@ from tests.late.device import seed
 from tests.late.group import BACKEND, register
 from tests.late.operands import move_operands
 
-__all__ = ["SUITES_ON", "prepare"]
+__all__ = ["PRELOADED_ON", "SUITES_ON", "prepare"]
 
 
 def prepare() -> str:
@@ -43,3 +43,6 @@ def _prepare_cuda() -> str:
 
 SUITES_ON: dict[str, Callable[[], str]] = {"late": _prepare_late, "cuda": _prepare_cuda}
 """What prepares a rank for tests that were written for the CPU, by device."""
+
+PRELOADED_ON: dict[str, tuple[str, ...]] = {"late": ("tests.late.preloaded",), "cuda": ()}
+"""Modules that the fork server of such a run imports, by device. (A process that has used CUDA cannot fork.)"""

@@ -72,6 +72,12 @@ def test_a_timeout_that_is_not_a_number_is_rejected(unlaunched, monkeypatch):
         init_distributed("gloo")
 
 
+def test_an_interface_that_this_host_lacks_is_named_with_those_it_has(unlaunched, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME: .* has no interface nowhere0; it has .*\blo\b"):
+        init_distributed("gloo")
+
+
 def test_an_ignored_configuration_argument_gives_a_warning(unlaunched, caplog):
     with caplog.at_level(logging.WARNING, logger="shoal"):
         init_distributed("gloo", config={})

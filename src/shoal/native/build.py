@@ -103,12 +103,16 @@ def _private(folder: Path) -> Path:
 
 def _key(source: Path, compiler: str) -> str:
     """Return a hash of everything a built library depends on: source, headers, flags, compiler and processor."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=_TIMEOUT).stdout
     digest = hashlib.sha256()
     headers = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
-    for part in (source.read_text(), *headers, *_FLAGS, _THREADS, version, platform.machine(), _processor()):
+    for part in (source.read_text(), *headers, *_FLAGS, _THREADS, _version(compiler), platform.machine(), _processor()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:16]
+
+
+@cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=_TIMEOUT).stdout
 
 
 def _processor() -> str:
