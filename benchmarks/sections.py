@@ -45,6 +45,8 @@ SECTIONS = {
     "layers": Section(command="layers.py --rounds 2", minutes=6, code=CORE),
     "memory": Section(command="memory.py", minutes=12, code=(*CORE, "benchmarks/memory_rank.py")),
     "startup": Section(command="startup.py", minutes=3, code=("src/shoal",)),
+    "hosts-startup": Section(command="hosts_startup.py", minutes=2, code=("src/shoal/launch",),
+                             needs="root, iproute2, openssh-server"),
     "optimizer": Section(command="optimizer.py", minutes=1, code=("src/shoal/native",), needs="make peers"),
     "pipeline": Section(command="pipeline.py --rounds 9", minutes=3, code=("src/shoal/pipeline",)),
     "slow-network": Section(command="slow_network.py --rates 100mbit 200mbit 1gbit unlimited --rounds 2 --seconds 6 "
