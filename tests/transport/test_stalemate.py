@@ -48,6 +48,8 @@ def test_the_error_names_ranks_collectives_calls_and_the_fix() -> None:
     assert "shoal.zero.set_leaf_modules" in explain([0, 1], same)
     skipped = same | {1: waiting(2, call="backward after 2 steps")}
     assert "shoal.zero.set_leaf_modules" in explain([0, 1], skipped)
+    stepping = {rank: waiting(rank + 1, call="step after 2 steps") for rank in (0, 1)}
+    assert "Set those of the same parameters on every rank" in explain([0, 1], stepping)
     other = same | {1: waiting(2, call="save_checkpoint after 2 steps")}
     assert "`with engine.join():`" in explain([0, 1], other)
 
