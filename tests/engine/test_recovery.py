@@ -266,6 +266,46 @@ def test_a_plateau_schedule_advances_with_metrics_or_by_hand() -> None:
     assert run_ranks(1, plateau)[0] == pytest.approx([1.0, 1.0, 0.1, 0.01])
 
 
+class OwnPlateau:
+    """A schedule of a library, which derives from no class of torch and needs metrics."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, metrics: float, epoch: int | None = None) -> None:
+        self.optimizer.param_groups[0]["lr"] = metrics
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def metrics_of_a_library() -> tuple[list[float], list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shoal").addHandler(handler)
+    engine = shoal.initialize(model=model_of(), config=config_of(optimizer={"type": "SGD", "params": {"lr": 1.0}}),
+                              lr_scheduler=OwnPlateau)[0]
+    rates = []
+    for lr_kwargs in (None, {"metrics": 0.5}):
+        engine.backward(engine(torch.randn(2, WIDTH)).pow(2).mean())
+        engine.step(lr_kwargs=lr_kwargs)
+        rates.append(engine.get_lr()[0])
+    return rates, [text for text in said if text.startswith("scheduler:")]
+
+
+def test_a_schedule_that_needs_metrics_warns_and_waits_for_them() -> None:
+    rates, (warning,) = run_ranks(1, metrics_of_a_library)[0]
+    assert rates == [1.0, 0.5]
+    assert "does not advance a OwnPlateau, whose step requires metrics: call engine.step(lr_kwargs={'metrics':" in warning
+
+
 class Buffered(nn.Module):
     """Buffers that each rank draws for itself, and a parameter that no optimizer steps."""
 

@@ -15,7 +15,6 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shoal import comm
 from shoal.activation import ALONE, Moment, RecomputeMode, SavedActivations, recompute_blocks
@@ -41,7 +40,7 @@ from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.precision.policy import Policy
 from shoal.recording.page import TrainingPhase, page, phase_of
-from shoal.schedule.registry import AnySchedule
+from shoal.schedule.registry import AnySchedule, required_arguments
 from shoal.tier import StoragePlan, Trace
 from shoal.transport.failure_board import FailureBoard
 from shoal.tree import tree_map
@@ -295,7 +294,7 @@ class BaseEngine(Accessors, nn.Module):
                            self.global_steps, self.optimizer.loss_scale)
         else:
             self.optimizer.call_step_hooks("post")
-        if applied and self.lr_scheduler is not None and (lr_kwargs or not isinstance(self.lr_scheduler, ReduceLROnPlateau)):
+        if applied and self.lr_scheduler is not None and (lr_kwargs or not required_arguments(self.lr_scheduler)):
             self.lr_scheduler.step(**lr_kwargs)
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0 and self.global_rank == 0:

@@ -57,7 +57,7 @@ from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.loss_scale import LossScale, StaticScale, make_loss_scale
 from shoal.precision.policy import Averaging, Policy, policy
-from shoal.schedule.registry import AnySchedule, make_schedule
+from shoal.schedule.registry import AnySchedule, make_schedule, required_arguments
 from shoal.sequence_parallel.hugging_face import sequence_attention_in
 from shoal.sparse.embeddings import check_embeddings, no_sparse_embedding_error
 from shoal.transport import process_group
@@ -400,6 +400,11 @@ def _schedule(settings: Config, sharded: ShardedOptimizer | None, source: Schedu
     if isinstance(optimizer, CompressedOptimizer):
         configured = None if source is not None else settings.scheduler.params.get("total_num_steps")
         check_warm_up(optimizer, getattr(schedule, "total_steps", configured))
+    if schedule is not None and (names := required_arguments(schedule)):
+        kind = type(schedule).__name__
+        warn_once(f"scheduler: engine.step() alone does not advance a {kind}, whose step requires {', '.join(names)}: call "
+                  f"engine.step(lr_kwargs={{'{names[0]}': ...}}), or the step of the schedule itself. transformers' Trainer "
+                  f"calls it only where the configuration has no section 'optimizer'")
     return schedule
 
 

@@ -176,8 +176,8 @@ class Engine(BaseEngine):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary apply the gradients and advance the schedule; elsewhere count the microbatch.
 
-        `lr_kwargs` go to the schedule's `step`. A `ReduceLROnPlateau` advances only with them
-        (`{"metrics": loss}`), or when the script calls its `step` itself, after validation.
+        `lr_kwargs` go to the schedule's `step`. One whose `step` requires arguments, such as `ReduceLROnPlateau`, advances
+        only with them (`{"metrics": loss}`), or when the script calls its `step` itself, after validation.
         Raises `UsageError` when no backward ran since the last step, `LossScaleError` when gradients overflow at the
         smallest loss scale. An interrupt (Ctrl-C) waits for the end of the step; a second one does not, and loses it.
         """

@@ -24,7 +24,7 @@ from shoal.schedule.cycle import LRRangeTest, OneCycle
 from shoal.schedule.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = ["AnySchedule", "add_tuning_arguments", "check_schedule_name", "get_config_from_args", "make_schedule",
-           "register_schedule"]
+           "register_schedule", "required_arguments"]
 
 
 class AnySchedule(Protocol):
@@ -67,6 +67,12 @@ def register_schedule(name: str) -> Callable[[F], F]:
         return _schedules.register(name, factory)
 
     return register
+
+
+def required_arguments(schedule: AnySchedule) -> list[str]:
+    """Return the names of the arguments without which the schedule's `step` fails, such as `metrics`."""
+    return [each.name for each in inspect.signature(schedule.step).parameters.values()
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 def check_schedule_name(type: str) -> None:
