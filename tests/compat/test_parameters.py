@@ -255,5 +255,14 @@ def attributes() -> bool:
     return True
 
 
+def test_zero_grad_of_a_model_in_a_later_engine_for_inference() -> None:
+    engine = engine_of({"stage": 3})
+    train(engine)
+    model = engine.module
+    deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}})
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_sharded_parameters_alone_have_the_published_attributes() -> None:
     assert run_ranks(1, attributes) == [True]

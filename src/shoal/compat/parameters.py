@@ -70,6 +70,8 @@ def owned_by(optimizer: ShardedOptimizer | None, parameters: Iterable[nn.Paramet
             _STAGE_3[parameter] = True
         if optimizer is not None:
             _optimizers[parameter] = optimizer
+        else:  # an engine for inference, after one that trained them
+            _optimizers.pop(parameter, None)
 
 
 # Attributes
