@@ -24,7 +24,7 @@ from shoal.compat.deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from shoal.errors import NotSupportedYet
+from shoal.errors import NotSupportedYet, ReleasedError
 from shoal.testing import run_ranks
 
 LR = 0.1
@@ -253,6 +253,45 @@ def attributes() -> bool:
         built = nn.Linear(4, 2)
     assert built.weight.ds_numel == 8
     return True
+
+
+def test_zero_grad_of_a_model_in_a_later_engine_for_inference() -> None:
+    engine = engine_of({"stage": 3})
+    train(engine)
+    model = engine.module
+    deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}})
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def moved_model() -> list[str]:
+    """Move a model that zero.Init holds, and one that an engine of stage 3 holds, and train on; return the refusals."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    with deepspeed.zero.Init():
+        built = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    assert built.to(torch.float32).cpu() is built
+    engine = engine_of(zero)
+    train(engine)
+    before = engine._zero3_consolidated_16bit_state_dict()
+    parameters = list(engine.module.parameters())
+    engine.module.to(device="cpu", dtype=torch.float32)
+    assert all(old is new for old, new in zip(parameters, engine.module.parameters(), strict=True))
+    after = engine._zero3_consolidated_16bit_state_dict()
+    assert before is None or all(torch.equal(before[name], after[name]) for name in before)
+    train(engine)
+    refused: list[str] = []
+    for model in (built, engine.module):
+        try:
+            model.to(torch.bfloat16)
+        except ReleasedError as error:
+            refused.append(str(error))
+    return refused
+
+
+def test_a_released_parameter_stays_as_it_is_where_its_model_moves() -> None:
+    for refused in run_ranks(2, moved_model):
+        assert [text.split(" (")[0].split(": ", 1)[1] for text in refused] == [
+            "'to' read the data of parameter 'a parameter", "'to' read the data of parameter '0.weight'"]
 
 
 def test_sharded_parameters_alone_have_the_published_attributes() -> None:

@@ -70,6 +70,8 @@ def owned_by(optimizer: ShardedOptimizer | None, parameters: Iterable[nn.Paramet
             _STAGE_3[parameter] = True
         if optimizer is not None:
             _optimizers[parameter] = optimizer
+        else:  # an engine for inference, after one that trained them
+            _optimizers.pop(parameter, None)
 
 
 # Attributes
@@ -252,9 +254,32 @@ def _zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
 _plain_zero_grad = nn.Module.zero_grad
 
 
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Move or convert a module (`cpu`, `to`, `float`); its released parameters have no values to move, and stay as they are.
+
+    A change of their dtype raises `ReleasedError`, as any other read of their values.
+    """
+    own = self._parameters  # pyright: ignore[reportPrivateUsage]  where Module._apply finds what it converts
+    released = {name: parameter for name, parameter in own.items()
+                if parameter is not None and is_guarded(parameter) and _keeps_dtype(fn, parameter)}
+    own.update(dict.fromkeys(released))
+    try:
+        return _plain_apply(self, fn, recurse)
+    finally:
+        own.update(released)
+
+
+def _keeps_dtype(fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> bool:
+    return fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).dtype == parameter.dtype
+
+
+_plain_apply = nn.Module._apply  # pyright: ignore[reportPrivateUsage]  what the published name changes
+
+
 def add_attributes() -> None:
     """Add the published attributes to `torch.nn.Parameter`, and the published methods to `torch.nn.Module`."""
     nn.Module.zero_grad = _zero_grad
+    nn.Module._apply = _apply  # pyright: ignore[reportPrivateUsage]  the method behind `to`, `cpu` and the like
     for name, method in (("ds_external_parameters", _external_parameters), ("all_parameters", _all_parameters)):
         if name not in vars(nn.Module):
             setattr(nn.Module, name, method)
