@@ -8,6 +8,7 @@ import queue
 import re
 import signal
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,9 +17,12 @@ from typing import cast
 
 import pytest
 from launched import SECONDS, wait
+from torch.distributed.elastic.multiprocessing import start_processes
 
 from shoal.cluster.hostfile import Host
 from shoal.launch import cluster
+from shoal.launch.agent import RankFiles, close_own_ends
+from shoal.launch.console import Console
 from shoal.launch.facts import gather
 from shoal.launch.job import ClusterJob
 from shoal.launch.protocol import Channel, Hello
@@ -109,6 +113,19 @@ def test_a_failed_rank_has_all_hosts_begin_again(run, script, tmp_path):
     assert re.search(r"rank 1 attempt 2", out)
     assert "herring 1" in (tmp_path / "failure.txt").read_text(), "what `shoal doctor` shows"
     assert (tmp_path / "rank1.attempt2.out").read_text() == "rank 1 attempt 2\n"
+
+
+def test_the_output_of_a_rank_ends_with_it(tmp_path):
+    lines = []
+    files = RankFiles(str(tmp_path), cast(Console, SimpleNamespace(takes_output=True, output=lines.append)))
+    ranks = start_processes(name="rank", entrypoint=sys.executable, args={0: ("-c", "print('herring')")},
+                            envs={0: {"RANK": "0"}}, logs_specs=files)
+    ended = ranks.wait()
+    assert ended is not None and not ended.is_failed()
+    close_own_ends(ranks)
+    files.close()
+    assert [line.text for line in lines] == ["herring"]
+    assert not files.streams._selector.get_map(), "a pipe whose end was not read is waited for in vain"
 
 
 def test_a_job_begins_without_a_host_that_is_down(run, script):

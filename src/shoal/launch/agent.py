@@ -25,7 +25,7 @@ from typing import cast
 from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]  documented as public
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, PContext, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from shoal.errors import LaunchError
@@ -149,6 +149,17 @@ class RankFiles(LogsSpecs):
             self.streams.close()
 
 
+def close_own_ends(context: PContext | None) -> None:
+    """Close this process's ends of the pipes of ranks that have ended: who reads them waits for the end of their output.
+
+    torch closes those of the ranks that it ends itself.
+    """
+    for handler in context.subprocess_handlers.values() if isinstance(context, SubprocessContext) else ():
+        for stream in (handler._stdout, handler._stderr):  # pyright: ignore[reportPrivateUsage]  no public name
+            if stream is not None:
+                stream.close()
+
+
 class Agent(LocalElasticAgent):
     """The elastic agent of one node, for one launch."""
 
@@ -195,6 +206,7 @@ class Agent(LocalElasticAgent):
         finally:
             self._say_ended()
             self._end_heartbeats()
+            close_own_ends(self._pcontext)
             if self._spare is not None:
                 self._spare.close()
         return failure.status_code(failure.first(self.failures).status) if self.failures else 0
@@ -279,6 +291,7 @@ class Agent(LocalElasticAgent):
         self.files.begin_attempt((self._starts if self._cluster is None else self._cluster.attempt) - 1)
         self._reaction.begin_attempt()
         self._end_heartbeats()
+        close_own_ends(self._pcontext)
         nodes = cast(int, worker_group.group_world_size)
         if nodes > 1 and self._sends_heartbeats:
             node = cast(int, worker_group.group_rank)
