@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -71,7 +72,12 @@ def register_schedule(name: str) -> Callable[[F], F]:
 
 def required_arguments(schedule: AnySchedule) -> list[str]:
     """Return the names of the arguments without which the schedule's `step` fails, such as `metrics`."""
-    return [each.name for each in inspect.signature(schedule.step).parameters.values()
+    return _required_by(getattr(schedule.step, "__func__", schedule.step))[inspect.ismethod(schedule.step):]
+
+
+@lru_cache(maxsize=64)
+def _required_by(step: Callable[..., object]) -> list[str]:
+    return [each.name for each in inspect.signature(step).parameters.values()
             if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
