@@ -43,6 +43,21 @@ def identity() -> None:
     assert sum(p.numel() for p in model.parameters()) == sum(shape.numel() for _, shape, _ in before.values())
 
 
+def converted_to_itself() -> None:
+    model = Plain()
+    engine = engine_of(model)
+    before = dict(model.named_parameters())
+    assert model.to(engine.device) is model.to(dtype=torch.float32) is model.float() is model
+    assert all(p is before[name] and "released" in repr(p) for name, p in model.named_parameters())
+    for cast in (model.half, lambda: model.to(torch.bfloat16), lambda: model.to("meta")):
+        with pytest.raises(ReleasedError, match="read the data of parameter"):
+            cast()
+
+
+def test_a_conversion_that_changes_nothing_reads_no_released_data() -> None:
+    run_ranks(2, converted_to_itself)
+
+
 def refused() -> None:
     model = Plain()
     engine_of(model)

@@ -39,7 +39,8 @@ _OF_LEAVES = ("requires_grad_", "register_hook", "retain_grad", "register_post_a
 
 _READS_METADATA: frozenset[Callable[..., Any]] = frozenset({
     *(getattr(torch.Tensor, name) for name in _METHODS), *(getattr(torch.Tensor, name).__get__ for name in _METADATA),
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size})
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size,
+    cast("Any", torch)._has_compatible_shallow_copy_type})
 _CREATES_LIKE: frozenset[Callable[..., Any]] = frozenset({
     *(getattr(torch.Tensor, name) for name in _CREATION), torch.empty_like, torch.zeros_like, torch.ones_like,
     torch.full_like, torch.rand_like, torch.randn_like})
@@ -52,6 +53,9 @@ _RUNS_BACKWARD: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.backward
 """They accumulate into `inputs`, whose values they do not read."""
 _DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch.detach,
                                                       cast("Any", torch.Tensor.data).__get__})
+_SETS_DATA = cast("Any", torch.Tensor.data).__set__
+_CONVERTS: frozenset[Callable[..., Any]] = frozenset({
+    getattr(torch.Tensor, name) for name in ("to", "cpu", "half", "float", "double", "bfloat16")})
 _STORAGES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
 
 
@@ -63,6 +67,8 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
         owner = owner_of(args[0])
         if owner is not None and not owner.serves_reads:
             return DetachedParameter(args[0])
+    if _changes_nothing(function, args, kwargs):
+        return args[0]
     if function in _ACCESSES_GRAD:
         return read_grad(args[0]) if len(args) == 1 else write_grad(*args)
     if function is torch.autograd.grad:
@@ -75,6 +81,16 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
                 _read(cast("nn.Parameter", leaf), _name_of(function))
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  the documented way out
         return function(*args, **kwargs)
+
+
+def _changes_nothing(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this converts a parameter to the dtype and device it has, or sets its data to itself, as `module.to` does."""
+    if function == _SETS_DATA:
+        return args[0] is args[1]
+    if function not in _CONVERTS or not is_guarded(args[0]) or "memory_format" in kwargs:
+        return False
+    probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return function(probe, *args[1:], **kwargs) is probe
 
 
 def _name_of(function: Callable[..., Any]) -> str:
