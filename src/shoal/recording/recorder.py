@@ -11,14 +11,17 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from shoal.device import on_accelerator, synchronize
 from shoal.log import logger
 from shoal.recording.call import Call, Clock, Handle, Key, Stamps, operation
-from shoal.recording.settings import CommsLoggerSettings
 from shoal.recording.stats import CallStats, Name, bus_factor
+
+if TYPE_CHECKING:  # a launcher, which imports this for the page of a rank, is spared pydantic
+    from shoal.recording.settings import CommsLoggerSettings
 
 __all__ = ["KEPT", "Recorder", "Traffic", "Watched", "traffic"]
 
