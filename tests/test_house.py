@@ -207,6 +207,12 @@ def test_no_modules_import_each_other() -> None:
         pytest.fail(" is imported by ".join(error.args[1]))
 
 
+def test_an_agent_imports_no_pydantic() -> None:
+    """An import of it is a tenth of the start of an agent, of which each host has one."""
+    code = "import sys, shoal.launch.agent, shoal.launch.meeting; sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_building_an_engine_imports_nothing_that_it_may_not_need() -> None:
     code = "import sys, torch; before = set(sys.modules); import shoal.engine.build; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
