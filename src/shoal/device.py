@@ -32,6 +32,7 @@ from shoal.errors import UsageError
 from shoal.log import warn_once
 
 __all__ = [
+    "CONVERSIONS",
     "HOST",
     "VISIBLE_DEVICES",
     "DeviceEvent",
@@ -72,6 +73,9 @@ HOST = torch.device("cpu")
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that lists the devices which a process may use, as DeepSpeed's launcher sets it."""
+
+CONVERSIONS = ("to", "type", "cpu", "cuda", "xpu", "half", "float", "double", "bfloat16")
+"""Methods of a tensor that return it as it is where it has the device and dtype that they ask for."""
 
 _TRITON = ("cuda", "xpu")
 """Kinds of devices for which Triton compiles the kernels of Shoal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from shoal.compat.deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from shoal.compat.parameters import add_attributes
 from shoal.errors import NotSupportedYet, ReleasedError
 from shoal.testing import run_ranks
 
@@ -265,33 +267,45 @@ def test_zero_grad_of_a_model_in_a_later_engine_for_inference() -> None:
 
 
 def moved_model() -> list[str]:
-    """Move a model that zero.Init holds, and one that an engine of stage 3 holds, and train on; return the refusals."""
+    """Move a model that zero.Init holds, and one that an engine of stage 3 holds, and train on; return the refusals.
+
+    torch takes a host device with an index for another one: it copies.
+    """
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     with deepspeed.zero.Init():
         built = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    assert built.to(torch.float32).cpu() is built
+    assert built.to("cpu:1", torch.float32).cpu() is built
     engine = engine_of(zero)
     train(engine)
     before = engine._zero3_consolidated_16bit_state_dict()
     parameters = list(engine.module.parameters())
-    engine.module.to(device="cpu", dtype=torch.float32)
+    engine.module.to(device="cpu:1", dtype=torch.float32)
     assert all(old is new for old, new in zip(parameters, engine.module.parameters(), strict=True))
     after = engine._zero3_consolidated_16bit_state_dict()
     assert before is None or all(torch.equal(before[name], after[name]) for name in before)
     train(engine)
-    refused: list[str] = []
-    for model in (built, engine.module):
-        try:
-            model.to(torch.bfloat16)
-        except ReleasedError as error:
-            refused.append(str(error))
-    return refused
+    return [refusal(change) for change in (
+        lambda: built.to(torch.bfloat16), lambda: engine.module.to(torch.bfloat16), lambda: engine.module.to("meta"),
+        lambda: engine.module._apply(lambda tensor: tensor * 2), engine.module.share_memory)]
+
+
+def refusal(change: Callable[[], object]) -> str:
+    with pytest.raises(ReleasedError) as caught:
+        change()
+    return str(caught.value).split(": ", 1)[1].split(" (")[0]
 
 
 def test_a_released_parameter_stays_as_it_is_where_its_model_moves() -> None:
     for refused in run_ranks(2, moved_model):
-        assert [text.split(" (")[0].split(": ", 1)[1] for text in refused] == [
-            "'to' read the data of parameter 'a parameter", "'to' read the data of parameter '0.weight'"]
+        assert refused == ["'to' read the data of parameter 'a parameter", *(
+            f"'{name}' read the data of parameter '0.weight'" for name in ("to", "to", "mul", "share_memory_"))]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_module_moves_under_the_published_name() -> None:
+    add_attributes()
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    assert nn.Sequential(scripted).to(torch.float64)[0].weight.dtype == torch.float64
 
 
 def test_sharded_parameters_alone_have_the_published_attributes() -> None:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 import shoal
 from shoal.errors import CheckpointError, ConfigError, OptimizerError, UsageError
 from shoal.optim import Lion
+from shoal.schedule.registry import AnySchedule, required_arguments
 from shoal.testing import run_ranks
 from shoal.transport.collectives import Communicator, Label
 
@@ -298,6 +300,26 @@ def metrics_of_a_library() -> tuple[list[float], list[str]]:
         engine.step(lr_kwargs=lr_kwargs)
         rates.append(engine.get_lr()[0])
     return rates, [text for text in said if text.startswith("scheduler:")]
+
+
+class LoosePlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Its signature requires nothing."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        super().step(*args, **kwargs)
+
+
+class KeywordsOnly:
+    def step(*args: Any, metrics: float) -> None: ...
+
+
+def test_what_a_schedule_requires_is_read_from_its_class() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedules = torch.optim.lr_scheduler
+    assert required_arguments(LoosePlateau(optimizer)) == required_arguments(schedules.ReduceLROnPlateau(optimizer)) == [
+        "metrics"] == required_arguments(cast(AnySchedule, KeywordsOnly()))
+    assert required_arguments(schedules.StepLR(optimizer, 1)) == []
+    assert required_arguments(cast(AnySchedule, SimpleNamespace(step=lambda loss: None))) == ["loss"]
 
 
 def test_a_schedule_that_needs_metrics_warns_and_waits_for_them() -> None:

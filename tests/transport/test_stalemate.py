@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.transport.stalemate import WaitRecord, explain, stalemate
 
 
@@ -49,7 +51,9 @@ def test_the_error_names_ranks_collectives_calls_and_the_fix() -> None:
     skipped = same | {1: waiting(2, call="backward after 2 steps")}
     assert "shoal.zero.set_leaf_modules" in explain([0, 1], skipped)
     stepping = {rank: waiting(rank + 1, call="step after 2 steps") for rank in (0, 1)}
-    assert "Set those of the same parameters on every rank" in explain([0, 1], stepping)
+    assert "shoal.zero.set_leaf_modules" in explain([0, 1], stepping), "a forward of a module, which names no call"
+    setting = {rank: replace(record, what=f"reduce of unit '{rank}'") for rank, record in stepping.items()}
+    assert "set it for the same parameters on every rank" in explain([0, 1], setting)
     other = same | {1: waiting(2, call="save_checkpoint after 2 steps")}
     assert "`with engine.join():`" in explain([0, 1], other)
 

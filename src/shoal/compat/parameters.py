@@ -255,13 +255,14 @@ _plain_zero_grad = nn.Module.zero_grad
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Move or convert a module (`cpu`, `to`, `float`); its released parameters have no values to move, and stay as they are.
+    """Move a module to another device (`cpu`, `to`); its released parameters have no values to move, and stay as they are.
 
-    A change of their dtype raises `ReleasedError`, as any other read of their values.
+    Any other change of theirs is one of `Module._apply`: those that a read cannot gather raise `ReleasedError`.
     """
     own = self._parameters  # pyright: ignore[reportPrivateUsage]  where Module._apply finds what it converts
-    released = {name: parameter for name, parameter in own.items()
-                if parameter is not None and is_guarded(parameter) and _keeps_dtype(fn, parameter)}
+    released = {name: parameter for name, parameter in own.items() if parameter is not None and _stays(fn, parameter)}
+    if not released:
+        return _plain_apply(self, fn, recurse)
     own.update(dict.fromkeys(released))
     try:
         return _plain_apply(self, fn, recurse)
@@ -269,8 +270,18 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
         own.update(released)
 
 
-def _keeps_dtype(fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> bool:
-    return fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).dtype == parameter.dtype
+def _stays(fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> bool:
+    """Whether `fn` moves a parameter, without a change of its values or dtype, and a read of the parameter would raise."""
+    owner = owner_of(parameter) if is_guarded(parameter) else None
+    if not is_guarded(parameter) or (owner is not None and owner.serves_reads):
+        return False
+    probe = torch.tensor([3, 5], dtype=parameter.dtype, device=parameter.device)
+    try:
+        moved = fn(probe)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it is made for another shape
+        return False
+    return (moved is not probe and moved.device.type != "meta" and (moved.dtype, moved.shape) == (probe.dtype, probe.shape)
+            and torch.equal(moved.to(probe.device), probe))
 
 
 _plain_apply = nn.Module._apply  # pyright: ignore[reportPrivateUsage]  what the published name changes

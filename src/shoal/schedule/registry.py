@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.registry import Registry
 from shoal.schedule.base import Schedule, torch_optimizer
@@ -72,12 +72,22 @@ def register_schedule(name: str) -> Callable[[F], F]:
 
 def required_arguments(schedule: AnySchedule) -> list[str]:
     """Return the names of the arguments without which the schedule's `step` fails, such as `metrics`."""
-    return _required_by(getattr(schedule.step, "__func__", schedule.step))[inspect.ismethod(schedule.step):]
+    if "step" in getattr(schedule, "__dict__", ()) or not hasattr(type(schedule), "step"):
+        return _required(schedule.step, 0)
+    return _required_by(type(schedule))
 
 
 @lru_cache(maxsize=64)
-def _required_by(step: Callable[..., object]) -> list[str]:
-    return [each.name for each in inspect.signature(step).parameters.values()
+def _required_by(kind: type[AnySchedule]) -> list[str]:
+    return _required(kind.step, 1) or (["metrics"] if issubclass(kind, ReduceLROnPlateau) else [])
+
+
+def _required(step: Callable[..., object], first: int) -> list[str]:
+    try:
+        parameters = [*inspect.signature(step).parameters.values()][first:]
+    except (TypeError, ValueError):  # a compiled function tells nothing of its arguments
+        return []
+    return [each.name for each in parameters
             if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 

@@ -232,7 +232,7 @@ def _init_group(backend: str, local: int | None, **rendezvous: Any) -> None:
     The device is made current before: a backend that has no device at its start takes the current one, on every rank of a
     host the same.
     """
-    _check_interfaces(backend)
+    _check_interfaces()
     bound = _bound_kind(backend)
     if bound is None:
         dist.init_process_group(backend, **rendezvous)
@@ -301,12 +301,12 @@ def _check_devices(info: RankInfo, backend: str) -> None:
                           f"has {count}; start at most {count} ranks here, or pass dist_backend='gloo' to train on the CPU")
 
 
-def _check_interfaces(backend: str) -> None:
+def _check_interfaces() -> None:
     """Raise `LaunchError` for interfaces in GLOO_SOCKET_IFNAME that this host does not have."""
-    here = sorted(name for _, name in socket.if_nameindex())
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    here = sorted(name for _, name in socket.if_nameindex()) if named else []
     missing = [name for name in named if name.split(":")[0] not in here]  # eth0:1 is a second address of eth0
-    if missing and "gloo" in backend:
+    if missing:
         raise LaunchError(f"GLOO_SOCKET_IFNAME: {socket.gethostname()} has no interface {', '.join(missing)}; it has "
                           f"{', '.join(here)}. Name one of these, or unset the variable")
 

@@ -80,9 +80,9 @@ def stalemate(rank: int, records: Mapping[int, WaitRecord]) -> list[int]:
 def explain(circle: list[int], records: Mapping[int, WaitRecord]) -> str:
     """Return the error for ranks that wait for each other: which, where, and how to fix it."""
     waits = ", ".join(f"rank {rank} for {records[rank].what} ({records[rank].call})" for rank in sorted(circle))
-    if all(records[rank].call.startswith("step ") for rank in circle):
-        fix = ("A step reduces the gradients that a script has set by p.grad. Set those of the same parameters on every "
-               "rank, to zeros where a rank has none")
+    if all(records[rank].call.startswith("step ") and "reduce of unit" in records[rank].what for rank in circle):
+        fix = ("They reduce gradients of different parameters. Let every rank call the same modules; where a script sets "
+               "p.grad, set it for the same parameters on every rank, to zeros where a rank has none")
     elif len({records[rank].call.removeprefix("forward").removeprefix("backward") for rank in circle}) == 1:
         fix = ("They take different ways through the model. Let every rank call the same modules; where only some ranks "
                "call a module (an expert, the encoder of a modality), gather the module around it as one: "

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shoal.device import CONVERSIONS
 from shoal.errors import ReleasedError, UsageError
 from shoal.zero.compiled import opaque
 from shoal.zero.grad_attribute import hide_grads, note_answering, read_grad, write_grad
@@ -55,7 +56,7 @@ _DETACHES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.detach, torch
                                                       cast("Any", torch.Tensor.data).__get__})
 _SETS_DATA = cast("Any", torch.Tensor.data).__set__
 _CONVERTS: frozenset[Callable[..., Any]] = frozenset({
-    getattr(torch.Tensor, name) for name in ("to", "cpu", "half", "float", "double", "bfloat16")})
+    getattr(torch.Tensor, name) for name in CONVERSIONS if hasattr(torch.Tensor, name)})
 _STORAGES: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
 
 

@@ -83,7 +83,7 @@ class Signature {
 
 std::optional<std::string> signature(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
   Signature made;
-  made.put(&op.schema());
+  made.text = op.operator_name().name + '.' + op.operator_name().overload_name + '(';
   made.put(c10::get_default_dtype_as_scalartype());
   for (size_t each = 0; each < arguments.size(); ++each)
     if (op.schema().arguments()[each].is_out() || !made.add(arguments[each])) return std::nullopt;
