@@ -110,8 +110,10 @@ def test_parameters_with_other_memory_train_as_in_plain_torch(ranks: int) -> Non
     for stage in range(3):
         for found in run_ranks(ranks, sharded, stage):
             for idiom in IDIOMS:
+                # Shoal keeps weights contiguous; a processor may convolve another layout with another kernel
+                close = {"rtol": 1e-5, "atol": 1e-6} if idiom is channels_last else {"rtol": 0.0, "atol": 0.0}
                 for value, expected in zip(found[idiom.__name__], plain(idiom), strict=True):
-                    assert torch.equal(value, expected), (stage, idiom.__name__)
+                    torch.testing.assert_close(value, expected, **close, msg=lambda text, at=(stage, idiom): f"{at}: {text}")
 
 
 def replace_object(whole: nn.Module) -> None:
