@@ -272,16 +272,15 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 def _stays(fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> bool:
     """Whether `fn` moves a parameter, without a change of its values or dtype, and a read of the parameter would raise."""
-    owner = owner_of(parameter) if is_guarded(parameter) else None
-    if not is_guarded(parameter) or (owner is not None and owner.serves_reads):
+    if not is_guarded(parameter) or ((owner := owner_of(parameter)) is not None and owner.serves_reads):
         return False
     probe = torch.tensor([3, 5], dtype=parameter.dtype, device=parameter.device)
     try:
         moved = fn(probe)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # it is made for another shape
+        return (moved is not probe and moved.device.type != "meta" and moved.dtype == probe.dtype
+                and torch.equal(moved.to(probe.device), probe))
+    except (RuntimeError, TypeError, ValueError, IndexError):  # made for another shape, or a dtype that is not compared
         return False
-    return (moved is not probe and moved.device.type != "meta" and (moved.dtype, moved.shape) == (probe.dtype, probe.shape)
-            and torch.equal(moved.to(probe.device), probe))
 
 
 _plain_apply = nn.Module._apply  # pyright: ignore[reportPrivateUsage]  what the published name changes
