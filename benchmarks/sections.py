@@ -72,7 +72,7 @@ SECTIONS = {
     "faults": Section(command="faults.py --faults 203 --quiet 3 --stages 0 1 2 3 2-offload 3-offload 2-mesh", minutes=60,
                       code=SURVIVAL),
     "survival": Section(command="survival.py --rounds 6", minutes=10, code=SURVIVAL),
-    "goodput": Section(command="goodput.py", minutes=50, code=SURVIVAL),
+    "goodput": Section(command="goodput.py --every 3 --peer-every 5", minutes=50, code=SURVIVAL),
     "transformer_layer": Section(command="transformer_layer.py --compile", minutes=6,
                                  code=("src/shoal/nn", "src/shoal/native")),
     "activations": Section(command="activations.py", minutes=4, code=("src/shoal/activation", *TIERS)),
