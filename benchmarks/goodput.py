@@ -30,10 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import ROOT
-from results import Outcome, Sheet, Target
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.nn.parallel import DistributedDataParallel
 from workloads import SEED, workload
 
@@ -113,6 +109,10 @@ def shoal_steps(options: argparse.Namespace, task: Any) -> tuple[Callable[[], in
 
 def peer_steps(options: argparse.Namespace, task: Any) -> tuple[Callable[[], int], int]:
     """Return what takes a step of DDP's and gives its number, and the rank."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
     dist.init_process_group("gloo")
     savers = dist.new_group(backend="gloo")  # its thread beside the reductions of the same group waits for ever
     rank, done, saving = dist.get_rank(), 0, None
@@ -217,6 +217,8 @@ def disturb(options: argparse.Namespace, system: str, rate: float, folder: Path)
 
 def report(options: argparse.Namespace, found: dict[tuple[str, float], dict[str, float]]) -> int:
     """Print and keep the table."""
+    from results import Outcome, Sheet, Target  # a rank needs none of it, and starts again often
+
     rows = [(system, f"{rate:g}", f"{row['faults']:.0f}", f"{row['before']:.3f}, {row['after']:.3f}", f"{row['steps']:.0f}",
              f"{row['again']:.0f}", f"{row['goodput']:.1%}") for (system, rate), row in found.items()]
     sheet = Sheet(title=f"Goodput over {options.minutes:g} minutes", rows=tuple(rows),
