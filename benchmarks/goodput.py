@@ -36,6 +36,9 @@ from workloads import SEED, workload
 import shoal
 
 SYSTEMS = ("shoal", "torchrun")
+ENVIRONMENT: dict[str, dict[str, str]] = {"shoal": {}, "torchrun": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+"""Variables of a launch. From the store that torchrun shares with its ranks, those of a restart read the addresses of ranks
+that are gone, and wait for 30 minutes (https://github.com/pytorch/pytorch/issues/135712)."""
 ASKED = {1.0: 0.88, 2.0: 0.80}
 """The goodput that Shoal must reach, by faults a minute."""
 MICROBATCH, LENGTH = 2, 128
@@ -157,7 +160,8 @@ def start(options: argparse.Namespace, system: str, folder: Path, steps: int | N
     words = [*launcher, "--max-restarts", "10000", str(Path(__file__)), "--train", system, "--folder", str(folder),
              "--workload", options.workload, "--every", str(options.every), "--peer-every", str(options.peer_every)]
     return subprocess.Popen([*words, *([] if steps is None else ["--steps", str(steps)])], cwd=ROOT, start_new_session=True,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", **ENVIRONMENT[system]})
 
 
 def notes(folder: Path) -> list[tuple[float, int]]:
