@@ -88,7 +88,7 @@ def copied(within: bool, dtype: torch.dtype | None, device: str, folder: Path) -
     offload = {"offload_param": {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}}
     torch.manual_seed(7)
     with shoal.zero.Init(dtype=dtype, config={"zero_optimization": {"stage": 3, **offload}}):
-        model = Tied()
+        model, _ = Tied(), nn.Linear(1, 1)  # a module is sharded when the next one begins
         if within:
             other = copy.deepcopy(model)
     if not within:
