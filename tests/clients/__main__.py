@@ -29,6 +29,9 @@ LAUNCH = ("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines
           "--zero3_save_16bit_model", "true", "--gradient_clipping", "1.0", "--mixed_precision", "no",
           "--dynamo_backend", "no", "--main_process_port", "0")
 """Options of `accelerate launch` that its configuration file would hold."""
+BY_FILE = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "tests/clients/accelerate_stage3.yaml"),
+           "--main_process_port", "0")
+"""Such a file, in the form that `accelerate config` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Row:
     script: str
     options: tuple[str, ...]
     ranks: int = 1
-    launched: bool = False
-    """By `accelerate launch`, which finds DeepSpeed from a process of its own."""
+    launcher: tuple[str, ...] = ()
+    """`accelerate launch` and its options, which finds DeepSpeed from a process of its own; by default torchrun."""
 
     @property
     def name(self) -> str:
@@ -58,12 +61,15 @@ def rows() -> Iterator[Row]:
             yield Row("Lightning", "lightning_fit.py", common)
     yield Row("Accelerate", "accelerate_loop.py", ("--stage", "1", "--named", "--accumulation", "2"), 2)
     yield Row("Accelerate", "accelerate_loop.py", ("--stage", "2", "--offload", "--plain"))
-    yield Row("accelerate launch", "accelerate_loop.py", ("--stage", "2", "--launched"), 2, launched=True)
+    yield Row("accelerate launch", "accelerate_loop.py", ("--stage", "2", "--launched"), 2, launcher=LAUNCH)
+    yield Row("accelerate launch", "accelerate_loop.py", ("--stage", "3", "--launched"), 2, launcher=BY_FILE)
     yield Row("Trainer", "trainer.py", ("--stage", "2", "--offload", "--client"))
     yield Row("Trainer", "trainer.py", ("--stage", "3", "--offload", "--accumulation", "2"), 2)
     for stage in ("2", "3"):
         yield Row("Accelerate sequence", "sequence_loop.py", ("--stage", stage), 2)
         yield Row("Trainer sequence", "sequence_loop.py", ("--stage", stage, "--trainer"), 2)
+    yield Row("PEFT LoRA", "peft_lora.py", ("--stage", "3", "--pretrained"), 2)
+    yield Row("Lightning", "lightning_fit.py", ("--stage", "3", "--devices", "2", "--dim", "320"), 2)  # released weights
     yield Row("from_pretrained", "from_pretrained.py", ("--stage", "3"), 2)
     yield Row("ShoalAccelerator", "own_accelerator.py", ("--stage", "3", "--accumulation", "2"), 2)
     yield Row("ShoalStrategy", "lightning_fit.py", ("--stage", "3", "--own", "--devices", "2"), 2)
@@ -72,7 +78,7 @@ def rows() -> Iterator[Row]:
 def run(row: Row, python: Path, folder: Path) -> dict[str, Any]:
     """Run one row by this interpreter, and return what the script reports, or `error`."""
     script = str(ROOT / "tests" / "clients" / row.script)
-    start = [*LAUNCH, "--num_processes", str(row.ranks)] if row.launched else [
+    start = [*row.launcher, "--num_processes", str(row.ranks)] if row.launcher else [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false",
                    "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}

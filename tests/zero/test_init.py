@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 from pathlib import Path
 
@@ -70,6 +71,45 @@ def same(kind: type[nn.Module], stage: int) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+class Tied(nn.Module):
+    """Two names of one weight, and a frozen scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(33, 33), nn.Linear(33, 33, bias=False)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.rand(33), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x * self.scale))
+
+
+def copied(within: bool, dtype: torch.dtype | None, device: str, folder: Path) -> None:
+    offload = {"offload_param": {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}}
+    torch.manual_seed(7)
+    with shoal.zero.Init(dtype=dtype, config={"zero_optimization": {"stage": 3, **offload}}):
+        model, _ = Tied(), nn.Linear(1, 1)  # a module is sharded when the next one begins
+        if within:
+            other = copy.deepcopy(model)
+    if not within:
+        other = copy.deepcopy(model)
+    expected = values(model)
+    assert other.last.weight is other.first.weight and not other.scale.requires_grad
+    for each in other.parameters():
+        with pytest.raises(ReleasedError):
+            each.sum()
+    found = values(other)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    with shoal.gathered(other.first.weight, modifier_rank=0), torch.no_grad():
+        other.first.weight.zero_()
+    found = values(model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert not values(other)["first.weight"].any()
+    engine = engine_of(nn.ModuleList([model, other]), 3, bf16={"enabled": dtype is torch.bfloat16})
+    found = values(engine.module[0])
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def resident() -> int:
     """Bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
@@ -118,6 +158,15 @@ def test_a_model_built_sharded_trains_as_one_built_whole(kind: type[nn.Module], 
 
 def test_initialisation_in_and_after_constructors_gives_the_same_values() -> None:
     run_ranks(3, same, Deep, 3)
+
+
+@pytest.mark.parametrize(("within", "dtype", "device"), [
+    (False, None, "none"), (True, None, "none"), (False, torch.bfloat16, "cpu"), (False, None, "nvme"),
+    (True, torch.bfloat16, "nvme")])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_deepcopy_is_sharded_as_its_source(within: bool, dtype: torch.dtype | None, device: str, ranks: int,
+                                             tmp_path: Path) -> None:
+    run_ranks(ranks, copied, within, dtype, device, tmp_path)
 
 
 def test_no_rank_holds_more_than_one_layer_while_building() -> None:

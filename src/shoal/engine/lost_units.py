@@ -33,6 +33,9 @@ class _LostOwner:
         clear_owner(parameter)
         parameter.data = parameter.new_full(parameter.shape, torch.nan)
 
+    def copy(self, parameter: nn.Parameter) -> None:
+        """Return None: a copy is full of NaN, and a plain parameter."""
+
     def close(self) -> None:
         """Do nothing: there is no storage to release."""
 

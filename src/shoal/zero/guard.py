@@ -203,9 +203,13 @@ def _describe(parameter: nn.Parameter, **_: object) -> str:
 
 
 def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Copy what the owner brings, as a parameter of its own."""
+    """Copy the parameter as its owner does, or what the owner brings as a plain parameter."""
     owner = owner_of(parameter)
     if owner is not None:
+        copied = owner.copy(parameter)
+        if copied is not None:
+            memo[id(parameter)] = copied
+            return copied
         owner.read(parameter, "deepcopy")
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
         plain = type(parameter).__mro__[1] if is_guarded(parameter) else type(parameter)

@@ -148,19 +148,32 @@ class Init:
             unit.broadcast_edit(0)
             unit.release()
 
+    def copy(self, parameter: nn.Parameter, source: Unit) -> nn.Parameter:
+        """Return a copy of a released parameter, whose shard on this rank is that of `source`: nothing is sent."""
+        plain = type(parameter).__mro__[1]
+        copied = plain(torch.empty(parameter.shape, dtype=parameter.dtype, device=source.full.device), parameter.requires_grad)
+        source.bring_shard()
+        self._unit(copied, parameter.dtype).load_full(source.full)
+        source.release()
+        return copied
+
     def _shard(self, parameter: nn.Parameter) -> None:
+        assert self._communicator is not None
+        unit = self._unit(parameter, self._dtype if self._dtype is not None and parameter.is_floating_point()
+                          else parameter.dtype)
+        values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=unit.full.device)
+        values[:parameter.numel()].copy_(parameter.detach().reshape(-1))
+        self._communicator.broadcast(values, 0, unit.name)
+        unit.load_full(values)
+
+    def _unit(self, parameter: nn.Parameter, dtype: torch.dtype) -> Unit:
         assert self._communicator is not None and self._store is not None
-        dtype = self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
-        device = process_group.device()
         name = f"a parameter {tuple(parameter.shape)} under zero.Init"
         unit = _TemporaryUnit(name, (Member(name=name, parameter=parameter),), STAGES[3],
-                              ReplicaGroup(self._communicator, self._communicator.ranks), dtype, device, self._scope,
-                              self._store)
+                              ReplicaGroup(self._communicator, self._communicator.ranks), dtype, process_group.device(),
+                              self._scope, self._store)
         unit.session = self
-        values = torch.zeros(unit.layout.size, dtype=parameter.dtype, device=device)
-        values[:parameter.numel()].copy_(parameter.detach().reshape(-1))
-        self._communicator.broadcast(values, 0, name)
-        unit.load_full(values)
+        return unit
 
 
 class _TemporaryUnit(Unit):
@@ -179,6 +192,10 @@ class _TemporaryUnit(Unit):
             self.session.open(self)
         else:
             super().read(parameter, operation)
+
+    def copy(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a copy that is sharded alike, and released: every rank makes it."""
+        return self.session.copy(parameter, self)
 
 
 def _timeout(config: Mapping[str, Any]) -> float:

@@ -40,6 +40,10 @@ class Owner(Protocol):
         """Bring back the memory of `parameter`, or raise."""
         ...
 
+    def copy(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return a copy of the released `parameter` that has an owner of its own; None: `read` serves the copy."""
+        ...
+
     def close(self) -> None:
         """Give up the resting state: the parameters have another owner."""
         ...

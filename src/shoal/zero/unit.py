@@ -230,6 +230,12 @@ class Unit:
         """Set the function that gathers the unit for a backward pass, and has it released when its module is done."""
         self._backward_gather = gather
 
+    def bring_shard(self) -> None:
+        """Have the buffer of a released unit hold this rank's resting weights alone, until it is released."""
+        self.fetch()
+        self._loading.wait()
+        self.memory.load()
+
     def gather_in_backward(self) -> None:
         """Gather the unit for a backward pass. Without an engine, release it when the pass ends."""
         if self._backward_gather is not None:
@@ -254,9 +260,7 @@ class Unit:
     def gather_rows(self, rows: Tensor) -> None:
         """Gather the `rows` of an embedding until the unit is released, or all of it where that is fewer bytes."""
         if self.phase is Phase.RELEASED and not self.awaits_step:
-            self.fetch()
-            self._loading.wait()
-            self.memory.load()
+            self.bring_shard()
             if self.weight_transport.gather_rows(self.full, rows):
                 self._enter(Phase.ROWS_GATHERED)
                 self._unguard()
@@ -335,6 +339,10 @@ class Unit:
             name = next(member.name for member in self.members if member.parameter is parameter)
             what = f"'{operation}' read the data of parameter '{name}' {tuple(parameter.shape)}"
             raise released_error(what, self.communicator.rank, self.communicator.ranks)
+
+    def copy(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return None: a copy of a released parameter reads its values, as any other operation does."""
+        return None
 
     # Training: a frozen unit has no gradient, and no master
 
