@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".venv-clients/.installed").exists()
 @pytest.mark.parametrize("row", [
     Row("Accelerate", "accelerate_loop.py", ("--stage", "2")),
     Row("Trainer", "trainer.py", ("--stage", "3")),
-    Row("PEFT", "peft_lora.py", ("--stage", "3")),
+    Row("PEFT", "peft_lora.py", ("--stage", "3", "--pretrained")),
     Row("ShoalAccelerator", "own_accelerator.py", ("--stage", "2")),
     Row("ShoalStrategy", "lightning_fit.py", ("--stage", "2", "--own")),
 ], ids=lambda row: row.client)
