@@ -150,8 +150,9 @@ class Init:
 
     def copy(self, parameter: nn.Parameter, source: Unit) -> nn.Parameter:
         """Return a copy of a released parameter, whose shard on this rank is that of `source`: nothing is sent."""
-        plain = type(parameter).__mro__[1]
-        copied = plain(torch.empty(parameter.shape, dtype=parameter.dtype, device=source.full.device), parameter.requires_grad)
+        plain = type(parameter).__mro__[1]  # the class that the guarded one extends
+        memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=source.full.device)
+        copied = plain(memory, parameter.requires_grad)
         source.bring_shard()
         self._unit(copied, parameter.dtype).load_full(source.full)
         source.release()
