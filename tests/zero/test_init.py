@@ -168,6 +168,7 @@ def test_a_deepcopy_is_sharded_as_its_source(within: bool, dtype: torch.dtype | 
     run_ranks(ranks, copied, within, dtype, device, tmp_path)
 
 
+@pytest.mark.host("counts the memory of the process, where a device has its own")
 def test_no_rank_holds_more_than_one_layer_while_building() -> None:
     run_ranks(2, one_layer_at_a_time)
 
