@@ -134,7 +134,8 @@ class _Attend(torch.autograd.Function):
         scores = None
         if wanted:
             visited = blocks.visited if blocks.heads == 1 else int(blocks.starts[::blocks.row_blocks].diff().max())
-            scores = torch.zeros(*query.shape[:2], visited, blocks.block, blocks.block, device=query.device)
+            scores = torch.zeros(*query.shape[:2], visited, blocks.block, blocks.block, dtype=torch.float32,
+                                 device=query.device)
         gradients = ctx.kernels.backward(call, query, key, value, output, sums, gradient, score_gradient=scores)
         typed = [each.to(operand.dtype) for each, operand in zip(gradients, (query, key, value), strict=True)]
         to_bias = None if scores is None else _spread(scores, blocks, terms[0])
@@ -145,7 +146,7 @@ def _spread(scores: Tensor, blocks: Blocks, bias: Tensor) -> Tensor:
     """Return the gradient of `bias` from that of the visited scores (batches, heads, visited, block, block)."""
     if bias.shape[0] == 1:
         scores = scores.sum(0, keepdim=True)
-    result = torch.zeros(bias.shape, device=bias.device)
+    result = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     cut = result.unflatten(2, (blocks.row_blocks, blocks.block)).unflatten(4, (blocks.column_blocks, blocks.block))
     for head in range(scores.shape[1]):
         layout_head = 0 if blocks.heads == 1 else head

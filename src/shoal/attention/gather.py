@@ -136,7 +136,7 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     q, k, v = (_cut(blocks, each) for each in (query, key, value))
     wide = value.shape[3]
     output = torch.zeros_like(query) if wide == query.shape[3] else query.new_zeros(*query.shape[:3], wide)
-    sums = torch.full(query.shape[:3], -torch.inf, device=query.device)
+    sums = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
     out, all_sums = _cut(blocks, output), _cut(blocks, sums)
     row_keys = call.row_keys(query.shape[0], query.device) if call.threshold else None
     for bucket in _buckets(blocks, query.shape[0], call.heads if blocks.heads == 1 else 1):
@@ -161,8 +161,8 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
     q, k, v, out, grad = (_cut(blocks, each) for each in (query, key, value, output, gradient))
     all_sums = _cut(blocks, sums)
     group = query.shape[1] // key.shape[1]
-    to_query = torch.zeros(query.shape, device=query.device)
-    to_key, to_value = (torch.zeros(each.shape, device=query.device) for each in (key, value))
+    to_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    to_key, to_value = (torch.zeros(each.shape, dtype=torch.float32, device=query.device) for each in (key, value))
     row_keys = call.row_keys(batches, query.device) if call.threshold else None
     for bucket in _buckets(blocks, batches, call.heads if blocks.heads == 1 else 1):
         heads = _heads_of(bucket, call)
@@ -175,7 +175,7 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
         product = some @ scored.value.transpose(-1, -2)
         dropped = weights
         if scored.kept is not None:
-            factor = scored.kept * call.kept
+            factor = scored.kept.float().mul_(call.kept)
             dropped, product = weights * factor, product.mul_(factor)
         change = product.sub_(inner[..., None]).mul_(weights)
         if score_gradient is not None:
