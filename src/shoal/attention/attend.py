@@ -288,12 +288,13 @@ def _check_triton(call: AttentionCall, query: Tensor, value: Tensor) -> None:
 @cache
 def _triton_agrees(device: torch.device) -> bool:
     """Return whether Triton compiles here and gives the numbers of gather, by one small call; warn where it does not."""
-    blocks = Blocks.of(torch.ones(1, 2, 2).tril(), 16)
+    blocks = Blocks.of(torch.ones(1, 2, 2, dtype=torch.bool, device="cpu").tril(), 16)
     generator = torch.Generator().manual_seed(0)
     results: list[list[Tensor]] = []
     try:
         with isolated(device):
-            operands = [torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(4)]
+            operands = [torch.randn(1, 2, 32, 16, dtype=torch.float32, device="cpu", generator=generator).to(device)
+                        for _ in range(4)]
             for backend in ("gather", "triton"):
                 query, key, value = (each.clone().requires_grad_() for each in operands[:3])
                 output = attend(query, key, value, blocks, dropout=0.5, seed=1, causal=True, backend=backend)
