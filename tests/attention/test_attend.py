@@ -430,6 +430,20 @@ def test_autocast_takes_operands_of_two_dtypes() -> None:
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_of_fp32_within_autocast(backend: Any, dtype: torch.dtype) -> None:
+    blocks = random_blocks(4, 5, 16)
+    tensors = operands(blocks, 4, 2, 24)
+    bias = torch.randn(4, blocks.length, blocks.kv_length, generator=torch.Generator().manual_seed(6))
+    expected = passes(backend, tensors, blocks, bias, dropout=0.1, seed=1)
+    with torch.autocast("cpu", dtype):
+        got = passes(backend, tensors, blocks, bias, dropout=0.1, seed=1)
+    assert torch.equal(got[0], expected[0])
+    if backend != "reference":  # whose backward is that of torch's products, here within autocast
+        assert all(map(torch.equal, got, expected))
+
+
 @pytest.mark.parametrize(("layout", "message"), [
     (torch.ones(4, 4), "(heads, query blocks, key blocks)"), (torch.full((1, 2, 2), 2), "entries 0 and 1 alone"),
     (torch.ones(1, 0, 2), "each at least 1"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
 from shoal.attention.dropout import keep
+from shoal.autograd import without_autocast
 
 __all__ = ["backward", "forward"]
 
@@ -130,6 +131,7 @@ def _cut(blocks: Blocks, tensor: Tensor) -> Tensor:
     return tensor.unflatten(2, (tensor.shape[2] // blocks.block, blocks.block))
 
 
+@without_autocast
 def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output, laid out as `query` where as wide, and the log-sum-exp (batches, heads, length) in fp32."""
     blocks = call.blocks
@@ -154,6 +156,7 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     return output, sums
 
 
+@without_autocast
 def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
              gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value in fp32; `score_gradient` is as in `shoal.native.attention`."""
