@@ -106,6 +106,8 @@ NAMES_ITS_DEVICE = ("activation/", "checkpoint/", "data/", "device.py", "engine/
 FACTORIES = frozenset({"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
                        "randint", "randn", "randperm", "tensor", "zeros"})
 """Functions of torch whose result is where `torch.set_default_device` says, unless their call does."""
+FLOAT_FACTORIES = frozenset({"empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"})
+"""Functions of torch whose result has the dtype that `torch.set_default_dtype` says, unless their call does."""
 
 PRINTS = {"compat/deepspeed/env_report.py": "the command `ds_report`",
           "compat/deepspeed/launcher/runner.py": "the command `deepspeed`",
@@ -464,6 +466,23 @@ def test_tensors_of_the_library_are_made_on_a_named_device() -> None:
     assert not found, "\n".join(found)
     source = "torch.zeros(2)\ntorch.zeros(2, device='cpu')\ntorch.zeros(2, **options)\nx.new_zeros(2)"
     assert list(made_where_a_script_says(ast.parse(source))) == [1]
+
+
+def made_in_the_dtype_that_a_script_says(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each call that makes a tensor and leaves its dtype to torch's default, which a script may set."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name), keywords=given) if name in FLOAT_FACTORIES:
+                if not any(keyword.arg in ("dtype", "out", None) for keyword in given):
+                    yield node.lineno
+
+
+def test_tensors_of_the_library_are_made_in_a_named_dtype() -> None:
+    found = [f"shoal/{name_of(path)}: line {line}: add dtype=" for path in FILES
+             for line in made_in_the_dtype_that_a_script_says(tree_of(path))]
+    assert not found, "\n".join(found)
+    source = "torch.zeros(2)\ntorch.zeros(2, dtype=torch.int64)\ntorch.zeros(2, **options)\nx.new_zeros(2)\ntorch.arange(2)"
+    assert list(made_in_the_dtype_that_a_script_says(ast.parse(source))) == [1]
 
 
 def test_one_file_asks_which_accelerator_there_is() -> None:

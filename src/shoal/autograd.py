@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -20,7 +21,11 @@ from shoal.errors import NotServed
 
 __all__ = ["at_end_of_backward", "backward_liveness", "check_first_derivative", "differentiable_gradients", "graph_task",
            "in_backward", "in_function_transform", "in_gradient_transform", "in_trace", "is_reached", "isolated",
-           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint", "storages", "weak_hook"]
+           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint", "storages", "weak_hook",
+           "without_autocast"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _PLAIN = (Tensor, nn.Parameter)
 _GRADIENT_TRANSFORMS = (TransformType.Grad, TransformType.Jvp)
@@ -115,6 +120,19 @@ def isolated(device: torch.device) -> Generator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         yield
+
+
+def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function` with the dtypes of its operands in its products, where it is called within autocast."""
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        device = next(each.device.type for each in args if isinstance(each, Tensor))
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _same(tensor: Tensor) -> Tensor:

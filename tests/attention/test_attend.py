@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -40,7 +42,8 @@ def passes(backend: Any, tensors: list[Tensor], blocks: Blocks, bias: Tensor | N
     leaves = [each.clone().requires_grad_() for each in tensors]
     bias = None if bias is None else bias.clone().requires_grad_()
     output = attend(*leaves, blocks, bias=bias, backend=backend, **options)
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output))
+    gradient = torch.randn(output.shape, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(9))
+    output.backward(gradient.to(output))
     result = [output.detach(), *(each.grad for each in leaves), *([] if bias is None else [bias.grad])]
     assert all(each is not None for each in result)
     return [each for each in result if each is not None]
@@ -229,6 +232,28 @@ def test_bits_do_not_depend_on_threads() -> None:
         assert all(torch.equal(one, other) for other in others)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Generator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_bits_do_not_depend_on_the_default_dtype(backend: Any, dtype: torch.dtype) -> None:
+    blocks = random_blocks(4, 5, 16)
+    tensors = operands(blocks, 4, 2, 24)
+    options = {"bias": torch.randn(4, blocks.length, blocks.kv_length, generator=torch.Generator().manual_seed(6)),
+               "key_padding": padded(2, blocks.length, 16) == 0, "dropout": 0.1, "seed": 1}
+    expected = passes(backend, tensors, blocks, **options)
+    with default_dtype(dtype):
+        assert all(map(torch.equal, passes(backend, tensors, blocks, **options), expected))
+
+
 def test_results_in_huge_pages_have_the_bits_of_smaller_ones() -> None:
     length, dim = 1 << 17, 128  # 64 MiB each, from where the kernel requests huge pages
     tensors = [torch.randn(1, 1, length, dim, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -403,6 +428,20 @@ def test_autocast_takes_operands_of_two_dtypes() -> None:
         got = attend(query, query, value, Blocks.dense(64, 64, 16))
         expected = torch.nn.functional.scaled_dot_product_attention(query, query, value)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_of_fp32_within_autocast(backend: Any, dtype: torch.dtype) -> None:
+    blocks = random_blocks(4, 5, 16)
+    tensors = operands(blocks, 4, 2, 24)
+    bias = torch.randn(4, blocks.length, blocks.kv_length, generator=torch.Generator().manual_seed(6))
+    expected = passes(backend, tensors, blocks, bias, dropout=0.1, seed=1)
+    with torch.autocast("cpu", dtype):
+        got = passes(backend, tensors, blocks, bias, dropout=0.1, seed=1)
+    assert torch.equal(got[0], expected[0])
+    if backend != "reference":  # whose backward is that of torch's products, here within autocast
+        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize(("layout", "message"), [

@@ -225,6 +225,21 @@ def test_the_softmax_of_blocks_hides_by_finite_numbers_as_by_infinite_ones() -> 
     assert torch.equal(finite, softmax(x, key_padding_mask=padding)) and not finite[1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_softmax_of_blocks_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    softmax, padding = Softmax(random_layout(), BLOCK), torch.ones(2, LENGTH)
+    padding[0, 20:] = 0
+    x = sparse_of(draw(2, HEADS, LENGTH, LENGTH), random_layout())
+    expected = softmax(x, key_padding_mask=padding, key_padding_mask_mode="mul")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        got = softmax(x, key_padding_mask=padding, key_padding_mask_mode="mul")
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize(("given", "text"), [
     ({"attn_mask": torch.zeros(32, 32), "attn_mask_mode": "x"}, "attn_mask_mode is 'add' or 'mul'; got 'x'"),
     ({"key_padding_mask": torch.zeros(2, 31)}, r"key_padding_mask is \(2, 32\) here.*; got \(2, 31\)"),

@@ -111,3 +111,28 @@ def both(native: bool) -> None:
     not available(), reason="native code does not build here"))])
 def test_an_engine_steps_without_correction_by_the_formula(native: bool) -> None:
     run_ranks(2, both, native)
+
+
+def train_with_default_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 1)
+    model, inputs = deepcopy(plain), torch.randn(2, 4)
+    torch.set_default_dtype(dtype)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    engine, *_ = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}})
+    for _ in range(300):  # bf16 counts to 256
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        plain(inputs).square().mean().backward()
+        optimizer.step()
+    with shoal.gathered(model):
+        for expected, trained in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(trained.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_steps_are_counted_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    run_ranks(1, train_with_default_dtype, dtype)

@@ -134,7 +134,8 @@ class _Attend(torch.autograd.Function):
         scores = None
         if wanted:
             visited = blocks.visited if blocks.heads == 1 else int(blocks.starts[::blocks.row_blocks].diff().max())
-            scores = torch.zeros(*query.shape[:2], visited, blocks.block, blocks.block, device=query.device)
+            scores = torch.zeros(*query.shape[:2], visited, blocks.block, blocks.block, dtype=torch.float32,
+                                 device=query.device)
         gradients = ctx.kernels.backward(call, query, key, value, output, sums, gradient, score_gradient=scores)
         typed = [each.to(operand.dtype) for each, operand in zip(gradients, (query, key, value), strict=True)]
         to_bias = None if scores is None else _spread(scores, blocks, terms[0])
@@ -145,7 +146,7 @@ def _spread(scores: Tensor, blocks: Blocks, bias: Tensor) -> Tensor:
     """Return the gradient of `bias` from that of the visited scores (batches, heads, visited, block, block)."""
     if bias.shape[0] == 1:
         scores = scores.sum(0, keepdim=True)
-    result = torch.zeros(bias.shape, device=bias.device)
+    result = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     cut = result.unflatten(2, (blocks.row_blocks, blocks.block)).unflatten(4, (blocks.column_blocks, blocks.block))
     for head in range(scores.shape[1]):
         layout_head = 0 if blocks.heads == 1 else head
@@ -287,12 +288,13 @@ def _check_triton(call: AttentionCall, query: Tensor, value: Tensor) -> None:
 @cache
 def _triton_agrees(device: torch.device) -> bool:
     """Return whether Triton compiles here and gives the numbers of gather, by one small call; warn where it does not."""
-    blocks = Blocks.of(torch.ones(1, 2, 2).tril(), 16)
+    blocks = Blocks.of(torch.ones(1, 2, 2, dtype=torch.bool, device="cpu").tril(), 16)
     generator = torch.Generator().manual_seed(0)
     results: list[list[Tensor]] = []
     try:
         with isolated(device):
-            operands = [torch.randn(1, 2, 32, 16, generator=generator).to(device) for _ in range(4)]
+            operands = [torch.randn(1, 2, 32, 16, dtype=torch.float32, device="cpu", generator=generator).to(device)
+                        for _ in range(4)]
             for backend in ("gather", "triton"):
                 query, key, value = (each.clone().requires_grad_() for each in operands[:3])
                 output = attend(query, key, value, blocks, dropout=0.5, seed=1, causal=True, backend=backend)

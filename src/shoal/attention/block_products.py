@@ -114,9 +114,9 @@ class Softmax(_OfLayout):
         rows = (self.heads * self.layout.shape[1] + self.rows).to(x.device)
         shape = (len(x), self.layout.shape[0] * self.layout.shape[1], self.block)
         index = rows[None, :, None].expand(len(x), -1, self.block)
-        top = torch.full(shape, -torch.inf, device=x.device).scatter_reduce(1, index, scores.detach().amax(-1), "amax")
+        top = scores.new_full(shape, -torch.inf).scatter_reduce(1, index, scores.detach().amax(-1), "amax")
         weights = (scores - top.masked_fill(top == -torch.inf, 0.0)[:, rows, :, None]).exp()
-        sums = torch.zeros(shape, device=x.device).index_add(1, rows, weights.sum(-1))
+        sums = scores.new_zeros(shape).index_add(1, rows, weights.sum(-1))
         return (weights / sums.masked_fill(sums == 0, 1.0)[:, rows, :, None]).to(x.dtype)
 
     def _tiles(self, matrix: Tensor) -> Tensor:
@@ -153,4 +153,4 @@ def _check_mask(name: str, mask: Tensor | None, mode: str, shape: tuple[int, ...
 def _added(mask: Tensor, mode: Mode) -> Tensor:
     if mode == "add" and mask.dtype != torch.bool:
         return addend(mask)
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask == 0, -torch.inf)
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(mask == 0, -torch.inf)

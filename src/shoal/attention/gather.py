@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
 from shoal.attention.dropout import keep
+from shoal.autograd import without_autocast
 
 __all__ = ["backward", "forward"]
 
@@ -130,13 +131,14 @@ def _cut(blocks: Blocks, tensor: Tensor) -> Tensor:
     return tensor.unflatten(2, (tensor.shape[2] // blocks.block, blocks.block))
 
 
+@without_autocast
 def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output, laid out as `query` where as wide, and the log-sum-exp (batches, heads, length) in fp32."""
     blocks = call.blocks
     q, k, v = (_cut(blocks, each) for each in (query, key, value))
     wide = value.shape[3]
     output = torch.zeros_like(query) if wide == query.shape[3] else query.new_zeros(*query.shape[:3], wide)
-    sums = torch.full(query.shape[:3], -torch.inf, device=query.device)
+    sums = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
     out, all_sums = _cut(blocks, output), _cut(blocks, sums)
     row_keys = call.row_keys(query.shape[0], query.device) if call.threshold else None
     for bucket in _buckets(blocks, query.shape[0], call.heads if blocks.heads == 1 else 1):
@@ -154,6 +156,7 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     return output, sums
 
 
+@without_autocast
 def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
              gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value in fp32; `score_gradient` is as in `shoal.native.attention`."""
@@ -161,8 +164,8 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
     q, k, v, out, grad = (_cut(blocks, each) for each in (query, key, value, output, gradient))
     all_sums = _cut(blocks, sums)
     group = query.shape[1] // key.shape[1]
-    to_query = torch.zeros(query.shape, device=query.device)
-    to_key, to_value = (torch.zeros(each.shape, device=query.device) for each in (key, value))
+    to_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    to_key, to_value = (torch.zeros(each.shape, dtype=torch.float32, device=query.device) for each in (key, value))
     row_keys = call.row_keys(batches, query.device) if call.threshold else None
     for bucket in _buckets(blocks, batches, call.heads if blocks.heads == 1 else 1):
         heads = _heads_of(bucket, call)
@@ -175,7 +178,7 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
         product = some @ scored.value.transpose(-1, -2)
         dropped = weights
         if scored.kept is not None:
-            factor = scored.kept * call.kept
+            factor = scored.kept.float().mul_(call.kept)
             dropped, product = weights * factor, product.mul_(factor)
         change = product.sub_(inner[..., None]).mul_(weights)
         if score_gradient is not None:

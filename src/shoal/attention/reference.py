@@ -7,10 +7,12 @@ from torch import Tensor
 
 from shoal.attention.call import AttentionCall, addend
 from shoal.attention.dropout import keep
+from shoal.autograd import without_autocast
 
 __all__ = ["attention"]
 
 
+@without_autocast
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the output (batches, heads, length, dim) and the log-sum-exp (batches, heads, length) in fp32."""
     blocks = call.blocks

@@ -41,7 +41,7 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     """Return the output, laid out as `query` is, and the log-sum-exp (batches, heads, length) in fp32."""
     query, key, value = (_unit_stride(each) for each in (query, key, value))
     output = torch.empty_like(query)
-    sums = torch.empty(query.shape[:3], device=query.device)
+    sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     with selected(query.device):
         _forward[(call.blocks.row_blocks, call.heads, query.shape[0])](
             query, key, value, output, sums, *_strides(query, key, value, output),
@@ -54,7 +54,8 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
     """Return the gradients of query, key and value in fp32; `score_gradient` is as in `shoal.native.attention`."""
     query, key, value, gradient = (_unit_stride(each) for each in (query, key, value, gradient))
     inner = (output.float() * gradient.float()).sum(-1).contiguous()
-    to_query, to_key, to_value = (torch.empty(each.shape, device=query.device) for each in (query, key, value))
+    to_query, to_key, to_value = (torch.empty(each.shape, dtype=torch.float32, device=query.device)
+                                 for each in (query, key, value))
     blocks, operands = call.blocks, (query, key, value, gradient)
     masks, constants = _masks(call, query, key), _constants(call, query)
     scores = to_query if score_gradient is None else score_gradient  # an absent tensor is any, and is not written

@@ -380,7 +380,7 @@ class Checkpointer:
         units = [unit for unit in sharded.trainable if saved_ranks or unit.transport.is_compressible]
         residuals: dict[Unit, Tensor] = {}
         for number in range(max(saved_ranks.values(), default=0)):
-            filled = {unit: torch.zeros(unit.layout.size, device=self._device) for unit in units
+            filled = {unit: torch.zeros(unit.layout.size, dtype=torch.float32, device=self._device) for unit in units
                       if number % unit.communicator.ranks == unit.communicator.rank}
             assert snapshot is not None
             pieces = (piece for unit, values in filled.items()

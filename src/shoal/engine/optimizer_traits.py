@@ -66,7 +66,7 @@ def traits_of(settings: Config, optimizer: OptimizerSource | None) -> OptimizerT
                          f"a function of parameter groups that returns one. A name goes into the configuration: "
                          f'"optimizer": {{"type": "AdamW", "params": {{...}}}}')
     if optimizer is None and settings.optimizer.type is not None:
-        weight = nn.Parameter(torch.zeros(2, device="cpu"))
+        weight = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
         inner = make_optimizer(settings.optimizer.type, settings.optimizer.params, [weight])
         check_optimizer(settings, inner)
         return OptimizerTraits.of(inner)

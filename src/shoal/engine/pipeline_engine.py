@@ -331,7 +331,8 @@ class PipelineEngine(BaseEngine):
 
     def _mean(self, losses: list[Tensor]) -> Tensor:
         """Return the mean of the `losses` of all data ranks; ranks without the last stage have none."""
-        mine = torch.stack([loss.float().reshape(()) for loss in losses]).mean() if losses else torch.zeros((), device="cpu")
+        mine = torch.stack([loss.float().reshape(()) for loss in losses]).mean() if losses else torch.zeros(
+            (), dtype=torch.float32, device="cpu")
         words = _words(torch.stack([mine, mine.new_tensor(bool(losses))])).to(self.device)
         rows = self.parameter_groups.world.gather_words(words)
         values = rows.view(torch.float64)

@@ -88,7 +88,7 @@ class StepJudge:
         does, on every rank.
         """
         norms = [own for unit in self._sharded.trainable if (own := unit.gradient.accumulator.norms) is not None]
-        own = torch.stack(norms).sum() if norms else torch.zeros((), device="cpu")
+        own = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float32, device="cpu")
         self._guard.judge(step, norm.value, own, lambda: _samples_of_step(loader), overflow=optimizer.overflow)
 
     def forget(self, loader: object) -> None:

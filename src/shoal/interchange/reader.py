@@ -350,7 +350,7 @@ def _is_rounded(contents: ForeignCheckpoint, name: str, master: Tensor) -> bool:
 
 
 def _whole(shape: Sequence[int], parts: Iterator[tuple[int, Tensor]]) -> Tensor:
-    whole = torch.zeros(prod(shape))
+    whole = torch.zeros(prod(shape), dtype=torch.float32)
     for start, data in parts:
         whole[start:start + len(data)] = data
     return whole.view(tuple(shape))

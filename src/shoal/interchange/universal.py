@@ -118,7 +118,7 @@ def _tensor(saved: object, file: Path) -> Tensor:
         case {"param": Tensor() as value}:
             return value
         case int() | float():
-            return torch.tensor(float(saved))
+            return torch.tensor(float(saved), dtype=torch.float32)
         case _:
             raise CheckpointError(f"{file}: holds {type(saved).__name__}, expected a tensor")
 

@@ -233,7 +233,7 @@ def _numbered_options(snapshot: Snapshot, model: SavedModel) -> list[dict[str, o
 
 def _flat(snapshot: Snapshot, kind: str, fragments: list[Fragment], width: int) -> Tensor:
     """Return one rank's flat buffer of `width` elements; padding is zero, as is state that a parameter does not have."""
-    flat = torch.zeros(width)
+    flat = torch.zeros(width, dtype=torch.float32)
     for fragment in fragments:
         _fill(snapshot, kind, fragment, flat[fragment.at:fragment.at + fragment.count])
     return flat
@@ -260,7 +260,7 @@ def _steps(snapshot: Snapshot, model: SavedModel, names: list[str]) -> dict[str,
             warn_once(f"{snapshot.path}: parameters of one optimizer group were stepped {sorted(values)} times; DeepSpeed "
                       "keeps one count for all of them, and the largest is written")
         if values:
-            numbers[kind] = torch.tensor(max(values))
+            numbers[kind] = torch.tensor(max(values), dtype=torch.float32)
     return numbers
 
 

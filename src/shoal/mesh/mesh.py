@@ -291,7 +291,8 @@ def adapt(mpu: Mesh | Mpu) -> Mesh:
     process_group.init_distributed()
     by_rank = process_group.gather_objects(_coordinates(mpu), "initialize: mpu")
     sizes = {axis: size for axis, (_, size) in by_rank[0].items()}
-    ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], sizes["sequence"], sizes["tensor"]), -1, device="cpu")
+    ranks = torch.full((sizes["pipeline"], 1, sizes["shard"], sizes["sequence"], sizes["tensor"]), -1, dtype=torch.int64,
+                       device="cpu")
     text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
     for rank, theirs in enumerate(by_rank):
         if {axis: size for axis, (_, size) in theirs.items()} != sizes:

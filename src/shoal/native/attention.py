@@ -91,8 +91,7 @@ def backward(call: KernelCall, query: Tensor, key: Tensor, value: Tensor, output
     `score_gradient` (batches, heads, visited blocks of a head, block, block), zeros, receives the gradient of the scores
     after the scale.
     """
-    gradients = (torch.empty(query.shape, device="cpu"), torch.empty(key.shape, device="cpu"),
-                 torch.empty(value.shape, device="cpu"))
+    gradients = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     names = ("query_gradient", "key_gradient", "value_gradient")
     _run("backward", _problem(
         call, query, key, value, output, sums,

@@ -42,7 +42,7 @@ def triton_passes(*tensors: Tensor, tiled: bool = False) -> Any:
 @cache
 def _agrees(device: torch.device) -> bool:
     try:
-        largest = float(torch.tensor([*compared(device).values()]).max())
+        largest = float(torch.tensor([*compared(device).values()], dtype=torch.float32, device="cpu").max())
     except Exception as error:  # a compiler fails in many ways
         warn_once(f"layers on {device} are computed by torch operations: Triton's kernels failed: {error}")
         return False
@@ -56,9 +56,10 @@ def compared(device: torch.device) -> dict[str, float]:
     passes: Any = import_module("shoal.nn.triton_passes")
     with isolated(device), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        x, y, g = torch.randn(3, 10, 24, generator=generator).unbind()
-        gain, bias = torch.randn(2, 24, generator=generator).unbind()
-        angles, targets = torch.randn(5, 12, generator=generator), torch.arange(10) * 2
+        x, y, g = torch.randn(3, 10, 24, generator=generator, dtype=torch.float32, device="cpu").unbind()
+        gain, bias = torch.randn(2, 24, generator=generator, dtype=torch.float32, device="cpu").unbind()
+        angles = torch.randn(5, 12, generator=generator, dtype=torch.float32, device="cpu")
+        targets = torch.arange(10, device="cpu") * 2
         there = [each.to(device) for each in (x, y, g, gain, bias, angles.cos(), angles.sin())]
         expected = _expected(x, y, g, gain, bias, angles, targets)
         at, bt, gt, gaint, biast, cosines, sines = there

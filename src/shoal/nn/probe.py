@@ -151,7 +151,7 @@ _TRIALS: dict[str, Callable[[Products, Tensor, Tensor, Tensor], Tensor]] = {
 @torch.no_grad()
 def _measure() -> Rates:
     generator = torch.Generator().manual_seed(0)
-    x, weight, gradient = (torch.randn(shape, generator=generator) for shape in (
+    x, weight, gradient = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in (
         (_ROWS, _INPUTS), (_OUTPUTS, _INPUTS), (_ROWS, _OUTPUTS)))
     flops = 2 * _ROWS * _INPUTS * _OUTPUTS
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter

@@ -75,7 +75,7 @@ def _backend(device: str) -> _Backend:
 
 def _triton_or_reference(device: torch.device) -> _Backend:
     """Return the Triton backend if it works on `device`, else the reference: its first launch needs a C compiler."""
-    values = torch.zeros(GRAIN, device=device)
+    values = torch.zeros(GRAIN, dtype=torch.float32, device=device)
     packed = torch.empty(packed_bytes(GRAIN), dtype=torch.uint8, device=device)
     try:
         kernels = cast(_Backend, import_module("shoal.onebit.kernels"))  # importing Triton takes a second

@@ -66,7 +66,7 @@ class BiasedAdam(Adam):
     def _step_uncorrected(self, group: dict[str, Any], weight: Tensor, gradient: Tensor) -> None:
         state, (beta1, beta2), lr = self.state[weight], group["betas"], float(group["lr"])
         if not state:
-            state.update(step=torch.zeros((), device="cpu"), exp_avg=torch.zeros_like(weight),
+            state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=torch.zeros_like(weight),
                          exp_avg_sq=torch.zeros_like(weight))
         state["step"] += 1
         if group["decoupled_weight_decay"]:

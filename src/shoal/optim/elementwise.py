@@ -104,10 +104,10 @@ def count_moments(optimizer_class: type[Optimizer], defaults: Mapping[str, Any])
 
 def blank_state(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that the optimizer keeps for a weight, with zeros in them: of a weight's shape, or one number."""
-    weight = torch.zeros(_SHAPE, requires_grad=True, device="cpu")
+    weight = torch.zeros(_SHAPE, dtype=torch.float32, requires_grad=True, device="cpu")
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         optimizer = optimizer_class([weight], **_keywords(optimizer_class, defaults))
-        weight.grad = torch.ones(_SHAPE, device="cpu")
+        weight.grad = torch.ones(_SHAPE, dtype=torch.float32, device="cpu")
         optimizer.step()
     state = optimizer.state.get(weight, {})
     return {name: torch.zeros_like(value) for name, value in state.items()
@@ -122,7 +122,8 @@ def _keywords(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> 
 def _same_on_slices(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> bool:
     keywords = _keywords(optimizer_class, defaults)
     random = torch.Generator().manual_seed(0)
-    weight, *gradients = (torch.randn(_SHAPE, generator=random, device="cpu") for _ in range(_STEPS + 1))
+    weight, *gradients = (torch.randn(_SHAPE, generator=random, dtype=torch.float32, device="cpu")
+                          for _ in range(_STEPS + 1))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         whole = _stepped(optimizer_class, keywords, [weight], [[gradient] for gradient in gradients])
         pieces = _stepped(optimizer_class, keywords, _pieces(weight), [_pieces(gradient) for gradient in gradients])

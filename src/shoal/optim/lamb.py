@@ -125,7 +125,8 @@ class Lamb(Optimizer):
     def begin_step(self, group: Mapping[str, Any], state: dict[str, Any], moment: Callable[[str], Tensor]) -> None:
         """Count a step in one tensor's `state`; before the first, `moment` allocates zeros of its shape by name."""
         if not state:
-            state.update(step=torch.zeros((), device="cpu"), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
+            state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=moment("exp_avg"),
+                         exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += 1
 
     def constants(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Constants:

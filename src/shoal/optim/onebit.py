@@ -96,8 +96,9 @@ class CompressedAdam(CompressedOptimizer):
         flushed compression error, so it does not update the variance unless this is a variance step.
         """
         if "exp_avg" not in state:
-            state.update(step=torch.zeros((), device="cpu"), taken=torch.zeros((), device="cpu"), exp_avg=moment("exp_avg"),
-                         exp_avg_sq=moment("exp_avg_sq"))
+            state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"),
+                         taken=torch.zeros((), dtype=torch.float32, device="cpu"),
+                         exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
         state["step"] += steps
         time, (beta1, beta2) = step_number(group, state), group["betas"]
         compressed = time > self.warmup_steps(group)

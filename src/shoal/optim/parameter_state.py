@@ -70,7 +70,8 @@ class ParameterState:
         if not self._exists(kind):
             return None
         with self._pieces(kind, changed=False) as pieces:
-            return torch.cat([torch.empty(0, device="cpu"), *(piece.values.float().cpu() for piece in pieces)]).div_(
+            none = torch.empty(0, dtype=torch.float32, device="cpu")
+            return torch.cat([none, *(piece.values.float().cpu() for piece in pieces)]).div_(
                 self._factor(kind)).to(self.unit.full.device)
 
     @torch.no_grad()
@@ -79,7 +80,7 @@ class ParameterState:
         if not self._exists(kind, together=True):
             return None
         owned = self.unit.master_range
-        own = torch.zeros(len(owned), device=self.unit.full.device)
+        own = torch.zeros(len(owned), dtype=torch.float32, device=self.unit.full.device)
         with self._pieces(kind, changed=False) as pieces:
             for piece in pieces:
                 at = self.slot.start + piece.start - owned.start

@@ -271,7 +271,8 @@ def _adam(group: dict[str, Any], state: _State, moment: _Moment, *, decoupled: b
     Without `bias_correction` (`BiasedAdam`) the moments are used as they are.
     """
     if not state:
-        state.update(step=torch.zeros((), device="cpu"), exp_avg=moment("exp_avg"), exp_avg_sq=moment("exp_avg_sq"))
+        state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=moment("exp_avg"),
+                     exp_avg_sq=moment("exp_avg_sq"))
     state["step"] += 1
     time, (beta1, beta2), lr = state["step"].item(), group["betas"], float(group["lr"])
     decoupled = group.get("decoupled_weight_decay", decoupled)

@@ -263,7 +263,7 @@ class Sender(ChannelEndpoint):
 
 def _filler(size: int) -> Tensor:
     if not size:
-        return torch.empty(0, device="cpu")
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     return torch.frombuffer(bytearray(FILLER + bytes(size))[:size], dtype=torch.uint8)
 
 

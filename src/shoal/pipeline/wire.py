@@ -108,7 +108,7 @@ class Wire:
     def break_waits(self) -> None:
         """End all waits in this group, here and at its peers: gloo closes its connections when a wait times out."""
         with suppress(RuntimeError):
-            self._group.recv([torch.empty(1, device="cpu")], self._peer, self._tag).wait(_IMMEDIATELY)
+            self._group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], self._peer, self._tag).wait(_IMMEDIATELY)
 
 
 def wire_chunks(tensor: Tensor) -> tuple[Tensor, ...]:

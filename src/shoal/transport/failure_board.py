@@ -203,7 +203,7 @@ def abort_waits(group: dist.ProcessGroup) -> None:
     if "cpu:gloo" in dist.get_backend_config(group) and dist.get_world_size(group) > 1:
         peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
         with suppress(RuntimeError):
-            group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(_IMMEDIATE)
+            group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, _UNUSED_TAG).wait(_IMMEDIATE)
 
 
 def peer_failed(where: str) -> PeerFailed | None:

@@ -261,7 +261,7 @@ def _total(tensors: Sequence[Tensor], norm_type: float, mpu: Any) -> Tensor:
     """Return the norm of all elements of `tensors` over the model-parallel ranks, in fp32."""
     norm_type = float(norm_type)
     norms = [torch.linalg.vector_norm(tensor.detach().float(), norm_type) for tensor in tensors]
-    together = torch.stack(norms) if norms else torch.zeros(1)
+    together = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float32)
     if norm_type == inf:
         return _over_model_ranks(together.max(), dist.ReduceOp.MAX, mpu)
     return _over_model_ranks((together ** norm_type).sum(), dist.ReduceOp.SUM, mpu) ** (1.0 / norm_type)
@@ -296,7 +296,7 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
 def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
     """Return the number of elements of the gradients that are zero."""
     zeros = sum(int((each.grad == 0).sum()) for each in _counted(_listed(parameters), mpu) if each.grad is not None)
-    return float(_over_model_ranks(torch.tensor(float(zeros)), dist.ReduceOp.SUM, mpu))
+    return float(_over_model_ranks(torch.tensor(float(zeros), dtype=torch.float32), dist.ReduceOp.SUM, mpu))
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
@@ -366,7 +366,7 @@ class CheckOverflow:
             return found
 
 
-        flag = torch.tensor([float(found)], device=get_accelerator().current_device_name())
+        flag = torch.tensor([float(found)], dtype=torch.float32, device=get_accelerator().current_device_name())
         shoal.comm.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
