@@ -254,13 +254,13 @@ def _steps(snapshot: Snapshot, model: SavedModel, names: list[str]) -> dict[str,
     """Return the numbers of a group: DeepSpeed has one for all of its parameters."""
     numbers: dict[str, Tensor] = {}
     for kind in model.numbers:
-        values = {snapshot.tensor(f"{SCALAR}{kind}/{name}").item() for name in names
-                  if f"{SCALAR}{kind}/{name}" in snapshot}
-        if len(values) > 1:
-            warn_once(f"{snapshot.path}: parameters of one optimizer group were stepped {sorted(values)} times; DeepSpeed "
-                      "keeps one count for all of them, and the largest is written")
-        if values:
-            numbers[kind] = torch.tensor(max(values), dtype=torch.float32)
+        saved = [snapshot.tensor(f"{SCALAR}{kind}/{name}") for name in names if f"{SCALAR}{kind}/{name}" in snapshot]
+        counts = sorted({each.item() for each in saved})
+        if len(counts) > 1:
+            warn_once(f"{snapshot.path}: parameters of one optimizer group were stepped {counts} times; DeepSpeed keeps one "
+                      "count for all of them, and the largest is written")
+        if saved:
+            numbers[kind] = max(saved, key=Tensor.item)
     return numbers
 
 
