@@ -73,13 +73,13 @@ def rank_pids(lines):
 
 def test_two_ranks_get_their_cores_arguments_and_variables(start, script):
     launch = start(sys.executable, "-m", "shoal", "run", "--ranks", "2", "--env", "NAME=value",
-                   script(ALL_REDUCE), "--ranks", "a b", "$HOME ${local_rank} $$")
+                   script(ALL_REDUCE), "--", "--ranks", "a b", "--", "$HOME ${local_rank} $$")
     code, out, err = launch.end()
     lines = sorted(out.splitlines())
     assert code == 0, err
     groups = sorted(os.sched_getaffinity(0))
     shown = [line.split(" value ") for line in lines]
-    given = ["--ranks", "a b", "$HOME ${local_rank} $$"]
+    given = ["--", "--ranks", "a b", "--", "$HOME ${local_rank} $$"]
     assert [first for first, _ in shown] == [f"{rank} 2 3.0 {given}" for rank in range(2)]
     bound = [set(eval(cores)) for _, cores in shown]
     if len(groups) > 1:

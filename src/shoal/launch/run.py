@@ -18,7 +18,7 @@ from shoal.errors import UsageError
 from shoal.launch import cluster, selection
 from shoal.launch.console import Terminal, counted
 from shoal.launch.cores import parse_cpu_list, restrict
-from shoal.launch.launch_plan import MODES, LaunchPlan, check_target
+from shoal.launch.launch_plan import MODES, LaunchPlan, add_program, check_target
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams
 
 __all__ = ["add_arguments", "main"]
@@ -59,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS",
                         help="time to finish after Ctrl-C or SIGTERM before ranks are killed (default 30)")
     selection.add_arguments(parser)
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
+    add_program(parser)
 
 
 def main(args: argparse.Namespace) -> int:
