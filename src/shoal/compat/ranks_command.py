@@ -1,6 +1,6 @@
 """The ranks of the command `deepspeed` on one machine: a command line of `shoal run`, and the environment of the job.
 
-The command runs in a process of its own, which a signal to this one ends as well.
+The command runs in a process and a session of its own, so that a Ctrl-C at the terminal comes to it once, through this one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ __all__ = ["command", "cores", "device_count", "exports", "exports_file", "run",
 
 PR_SET_PDEATHSIG = 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that the command gets from this process; those that are ignored here, as nohup has it, are ignored there too."""
 
 
 def exports_file() -> str:
@@ -109,12 +111,14 @@ def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, n
         if cores is not None:
             os.sched_setaffinity(0, cores)
 
-    job_process = subprocess.Popen(words, env={**os.environ, **shown, **job, **(variables or {})}, preexec_fn=begin)
+    job_process = subprocess.Popen(words, env={**os.environ, **shown, **job, **(variables or {})}, preexec_fn=begin,
+                                   start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:
         job_process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in FORWARDED
+                if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         code = job_process.wait()
     finally:
