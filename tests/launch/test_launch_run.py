@@ -203,6 +203,24 @@ def test_a_second_signal_kills_at_once(run, script):
     launch.wait_until_gone()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_is_not_lost(start, script, number):
+    launch = start(sys.executable, "-c", f"""
+import os, sys
+from shoal.launch.cli import main
+class Numpy:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.linalg":  # torch imports it, and clears the exceptions of that
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), {int(number)})
+sys.meta_path.insert(0, Numpy())
+sys.exit(main(["run", "--ranks", "1", sys.argv[1]]))
+""", script("print('begun')"))
+    code, out, err = launch.end()
+    assert (code, out) == (128 + number, ""), err
+    launch.wait_until_gone()
+
+
 def test_ranks_restart_after_a_failure_with_a_new_rendezvous(run, script):
     launch = run("--ranks", "2", "--max-restarts", "1", script("""
 import os, torch, torch.distributed as dist

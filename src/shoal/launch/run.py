@@ -19,7 +19,7 @@ from shoal.launch import cluster, selection
 from shoal.launch.console import Terminal, counted
 from shoal.launch.cores import parse_cpu_list, restrict
 from shoal.launch.launch_plan import MODES, LaunchPlan, add_program, check_target
-from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams
+from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams, signals_held
 
 __all__ = ["add_arguments", "main"]
 
@@ -89,7 +89,8 @@ def _run_here(plan: LaunchPlan, variables: dict[str, str], terminal: Terminal) -
         with Guardian(mark, folder) as guardian:  # before anything is shown, which starts a thread
             os.environ.update({**variables, MARK: mark})
             restrict(plan.core_list)
-            from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
+            with signals_held():
+                from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
 
             return launch(plan, guardian, terminal)
     finally:
