@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -120,12 +121,12 @@ def test_options_become_those_of_shoal_run(monkeypatch: pytest.MonkeyPatch) -> N
     found, options = command_of(monkeypatch, "--num_gpus 2 train.py --deepspeed --x 1")
     assert found == ["--ranks", "2", "--as-deepspeed", "--local-rank-argument", "--no-bind-cores", "train.py", "--deepspeed",
                      "--x", "1"]
-    assert (options["devices"], options["cores"]) == ([0, 1], None)
-    found, options = command_of(monkeypatch, "--num_gpus 1 --master_port 12345 --module --no_local_rank "
+    assert options["devices"] == [0, 1]
+    found, _ = command_of(monkeypatch, "--num_gpus 1 --master_port 12345 --module --no_local_rank "
                                              "--bind_cores_to_rank --bind_core_list 0-1,3 --enable_each_rank_log logs "
                                              "package.train")
-    assert found == ["--ranks", "1", "--port", "12345", "--module", "--as-deepspeed", "--log-dir", "logs", "package.train"]
-    assert options["cores"] == [0, 1, 3]
+    assert found == ["--ranks", "1", "--port", "12345", "--module", "--as-deepspeed", "--core-list", "0-1,3", "--log-dir",
+                     "logs", "package.train"]
     found, _ = command_of(monkeypatch, "--num_gpus 1 --no_python program")
     assert found == ["--ranks", "1", "--no-python", "--local-rank-argument", "--no-bind-cores", "program"]
 
@@ -302,6 +303,27 @@ sys.exit(5 if os.environ["RANK"] == "1" else 0)
         assert variables == {"MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
                              "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
         assert (enabled, config) == (True, "x.json")
+
+
+def test_a_ctrl_c_at_the_terminal_comes_to_the_ranks_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os, signal, time
+def finish(number, frame):
+    time.sleep(0.5)
+    os.write(1, b"saved\\n")
+    raise SystemExit(0)
+signal.signal(signal.SIGINT, finish)
+os.write(1, b"ready\\n")
+while True: signal.pause()
+""")
+    command = [sys.executable, "-m", "shoal.compat.deepspeed.launcher.runner", "--num_gpus", "1", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        os.killpg(job.pid, signal.SIGINT)  # as a terminal does: every process of its foreground group gets it
+        out, err = job.communicate(timeout=120)
+    assert (job.returncode, out) == (128 + signal.SIGINT, "saved\n"), err
 
 
 def test_the_launcher_of_one_node_runs_the_slots_of_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

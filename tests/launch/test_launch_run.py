@@ -73,13 +73,13 @@ def rank_pids(lines):
 
 def test_two_ranks_get_their_cores_arguments_and_variables(start, script):
     launch = start(sys.executable, "-m", "shoal", "run", "--ranks", "2", "--env", "NAME=value",
-                   script(ALL_REDUCE), "--ranks", "a b", "$HOME ${local_rank} $$")
+                   script(ALL_REDUCE), "--", "--ranks", "a b", "--", "$HOME ${local_rank} $$")
     code, out, err = launch.end()
     lines = sorted(out.splitlines())
     assert code == 0, err
     groups = sorted(os.sched_getaffinity(0))
     shown = [line.split(" value ") for line in lines]
-    given = ["--ranks", "a b", "$HOME ${local_rank} $$"]
+    given = ["--", "--ranks", "a b", "--", "$HOME ${local_rank} $$"]
     assert [first for first, _ in shown] == [f"{rank} 2 3.0 {given}" for rank in range(2)]
     bound = [set(eval(cores)) for _, cores in shown]
     if len(groups) > 1:
@@ -200,6 +200,24 @@ def test_a_second_signal_kills_at_once(run, script):
     assert launch.err.readline().startswith("shoal run: sending SIGTERM to 1 rank")
     os.kill(launch.pid, signal.SIGINT)
     assert launch.end()[0] == 128 + signal.SIGINT
+    launch.wait_until_gone()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_is_not_lost(start, script, number):
+    launch = start(sys.executable, "-c", f"""
+import os, sys
+from shoal.launch.cli import main
+class Numpy:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.linalg":  # torch imports it, and clears the exceptions of that
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), {int(number)})
+sys.meta_path.insert(0, Numpy())
+sys.exit(main(["run", "--ranks", "1", sys.argv[1]]))
+""", script("print('begun')"))
+    code, out, err = launch.end()
+    assert (code, out) == (128 + number, ""), err
     launch.wait_until_gone()
 
 

@@ -275,8 +275,11 @@ def test_a_copy_without_room_is_logged_and_later_ones_are_made(tmp_path: Path) -
         assert failed, (rank, warnings)
 
 
-def in_no_room(memory: str) -> str:
-    vault.shutil.disk_usage = lambda path: namedtuple("usage", "free")(1000)  # type: ignore
+def in_no_room(memory: str, limit: str) -> str:
+    if limit == "file system":
+        vault.shutil.disk_usage = lambda path: namedtuple("usage", "free")(1000)  # type: ignore
+    else:  # of a container, which counts the pages of /dev/shm too
+        vault.memory_left = lambda: 1000  # type: ignore
     try:
         train(memory, "/nonexistent", 3, 2)
     except CheckpointError as error:
@@ -284,8 +287,9 @@ def in_no_room(memory: str) -> str:
     return ""
 
 
-def test_a_vault_larger_than_memory_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
-    for message in run_ranks(2, in_no_room, str(tmp_path)):
+@pytest.mark.parametrize("limit", ["file system", "control group"])
+def test_a_vault_larger_than_memory_is_refused_before_anything_is_copied(limit: str, tmp_path: Path) -> None:
+    for message in run_ranks(2, in_no_room, str(tmp_path), limit):
         assert message.startswith("resilience.vault: needs 0.0 MB on a node (2 generations, ")
         assert "remove resilience.vault and save checkpoints" in message
 

@@ -128,6 +128,13 @@ def test_where_all_ranks_wait_all_are_hung(pair, tmp_path: Path) -> None:
     assert verdicts(watched, processes) == {0: StallKind.HUNG, 1: StallKind.HUNG}
 
 
+def test_a_rank_that_waits_for_one_that_has_ended_is_hung(pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=1)
+    processes[1].kill()  # a zombie, or gone: its agent keeps it in the list of ranks
+    assert verdicts(watched, processes) == {0: StallKind.HUNG}
+
+
 def test_a_stopped_process_is_told_from_a_hung_one(pair, tmp_path: Path) -> None:
     watched, processes = pair
     os.kill(processes[0].pid, signal.SIGSTOP)

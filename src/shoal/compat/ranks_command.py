@@ -1,6 +1,6 @@
 """The ranks of the command `deepspeed` on one machine: a command line of `shoal run`, and the environment of the job.
 
-The command runs in a process of its own, which a signal to this one ends as well.
+The command runs in a process and a session of its own, so that a Ctrl-C at the terminal comes to it once, through this one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["command", "cores", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
+__all__ = ["command", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
 
 PR_SET_PDEATHSIG = 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that the command gets from this process; those that are ignored here, as nohup has it, are ignored there too."""
 
 
 def exports_file() -> str:
@@ -69,19 +71,14 @@ def device_count() -> int:
             os.environ[VISIBLE] = masked
 
 
-def cores(text: str | None) -> list[int] | None:
-    """Return the cores of a list such as 0-7,16; None for none. Raises ValueError for another form."""
-    if text is None:
-        return None
-    if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text) is None:
-        raise ValueError(f"--bind_core_list: got {text!r}; write numbers and ranges, such as 0-7,16")
-    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    return [core for part in ends for core in range(part[0], part[-1] + 1)]
-
-
 def command(script: str, args: Sequence[str], *, ranks: int | None, module: bool, program: bool, local_rank: bool,
-            bind: bool, log_dir: str | None, more: Sequence[str] = ()) -> list[str]:
-    """Return the command that starts `ranks` ranks of a script, a module or a program on this node, or those of `more`."""
+            bind: bool, core_list: str | None, log_dir: str | None, more: Sequence[str] = ()) -> list[str]:
+    """Return the command that starts `ranks` ranks of a script, a module or a program on this node, or those of `more`.
+
+    Raises ValueError for a `core_list` that is none.
+    """
+    if bind and core_list is not None and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", core_list) is None:
+        raise ValueError(f"--bind_core_list: got {core_list!r}; write numbers and ranges, such as 0-7,16")
     words = [sys.executable, "-m", "shoal", "run", *([] if ranks is None else ["--ranks", str(ranks)]), *more]
     if module:
         words.append("--module")
@@ -90,31 +87,33 @@ def command(script: str, args: Sequence[str], *, ranks: int | None, module: bool
         words.append("--local-rank-argument")
     if not bind:
         words.append("--no-bind-cores")
+    elif core_list is not None:
+        words += ["--core-list", core_list]
     if log_dir is not None:
         words += ["--log-dir", log_dir]
     return [*words, script, *args]
 
 
 def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, nodes: int = 1,
-        cores: Sequence[int] | None = None, ranks: int, variables: Mapping[str, str] | None = None) -> int:
+        ranks: int, variables: Mapping[str, str] | None = None) -> int:
     """Run the command to its end and return its exit code, 128 + N where signal N ended it.
 
-    `devices` are those that the ranks may see, `cores` those that they share, and `variables` are set beside this process's.
+    `devices` are those that the ranks may see, and `variables` are set beside this process's.
     """
     shown = {} if devices is None else {VISIBLE: ",".join(map(str, devices))}
     job = {"LOCAL_SIZE": str(ranks), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}
 
     def begin() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if cores is not None:
-            os.sched_setaffinity(0, cores)
 
-    job_process = subprocess.Popen(words, env={**os.environ, **shown, **job, **(variables or {})}, preexec_fn=begin)
+    job_process = subprocess.Popen(words, env={**os.environ, **shown, **job, **(variables or {})}, preexec_fn=begin,
+                                   start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:
         job_process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in FORWARDED
+                if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         code = job_process.wait()
     finally:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import LaunchError
 
-__all__ = ["MODES", "LaunchPlan", "check_target"]
+__all__ = ["MODES", "LaunchPlan", "add_program", "check_target"]
 
 MODES = ("auto", "restart", "report", "off")
 """The fates of a rank that is stopped or hung; `auto` is `restart` where restarts are allowed, else `report`."""
@@ -52,6 +55,21 @@ class LaunchPlan:
     """Whether an interpreter waits that forks the ranks of a restart."""
     core_list: tuple[int, ...] = ()
     """The cores that the ranks of a node share; empty: all that this process may use."""
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Declare SCRIPT and what follows it, as `script` and `args`."""
+    parser.add_argument("script", nargs=argparse.PARSER, action=_Program, metavar="SCRIPT",
+                        help="the program; what follows it is passed to it unchanged")
+
+
+class _Program(argparse.Action):
+    """Takes SCRIPT and its arguments as one list: of two lists argparse would drop a `--` between them."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: str | Sequence[Any] | None,
+                 option_string: str | None = None) -> None:
+        words = list(values or ())
+        namespace.script, *namespace.args = words[words[0] == "--":]
 
 
 def check_target(plan: LaunchPlan) -> None:

@@ -29,7 +29,7 @@ from shoal.launch.console import Remote
 from shoal.launch.cores import restrict
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan, check_target
-from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder
+from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, signals_held
 from shoal.launch.outbox import Outbox
 from shoal.launch.protocol import (
     AskTime,
@@ -238,9 +238,10 @@ def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, guardia
     slots = job.hosts[node].slots
     os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(len(job.hosts)))
     restrict(plan.core_list)
-    from shoal.device import VISIBLE_DEVICES  # torch may start threads, so after the guardian's fork
-    from shoal.launch.agent import launch
-    from shoal.launch.meeting import ClusterRendezvous
+    with signals_held():
+        from shoal.device import VISIBLE_DEVICES  # torch may start threads, so after the guardian's fork
+        from shoal.launch.agent import launch
+        from shoal.launch.meeting import ClusterRendezvous
 
     os.environ[VISIBLE_DEVICES] = ",".join(map(str, slots))
     rendezvous = ClusterRendezvous(job, node, plan.rendezvous)

@@ -23,8 +23,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Container, Generator, Iterable
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
@@ -33,7 +33,7 @@ from shoal.errors import LaunchError
 from shoal.resilience.processes import descendants
 
 __all__ = ["MARK", "Guardian", "exit_on_signals", "is_abandoned", "marked", "memory_folder", "open_streams",
-           "remove_abandoned", "sweep"]
+           "remove_abandoned", "signals_held", "sweep"]
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -118,6 +118,31 @@ def exit_on_signals(numbers: Iterable[signal.Signals] = (signal.SIGTERM, signal.
 
 def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+@contextmanager
+def signals_held() -> Generator[None]:
+    """Hold the signals that end a process until the context ends, which then gives the first to its handler.
+
+    An exception that a handler raises while torch is imported may be lost: torch imports numpy, and clears what that raises.
+    """
+    caught: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.getsignal(number)
+              for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    held = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    for number in held:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+    if caught:
+        signal.raise_signal(caught[0])
 
 
 def open_streams() -> None:

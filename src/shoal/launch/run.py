@@ -18,8 +18,8 @@ from shoal.errors import UsageError
 from shoal.launch import cluster, selection
 from shoal.launch.console import Terminal, counted
 from shoal.launch.cores import parse_cpu_list, restrict
-from shoal.launch.launch_plan import MODES, LaunchPlan, check_target
-from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams
+from shoal.launch.launch_plan import MODES, LaunchPlan, add_program, check_target
+from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams, signals_held
 
 __all__ = ["add_arguments", "main"]
 
@@ -59,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS",
                         help="time to finish after Ctrl-C or SIGTERM before ranks are killed (default 30)")
     selection.add_arguments(parser)
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
+    add_program(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -90,7 +89,8 @@ def _run_here(plan: LaunchPlan, variables: dict[str, str], terminal: Terminal) -
         with Guardian(mark, folder) as guardian:  # before anything is shown, which starts a thread
             os.environ.update({**variables, MARK: mark})
             restrict(plan.core_list)
-            from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
+            with signals_held():
+                from shoal.launch.agent import launch  # imports torch, which may start threads, so after the guardian's fork
 
             return launch(plan, guardian, terminal)
     finally:

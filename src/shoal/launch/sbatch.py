@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from shoal.errors import LaunchError, UsageError
+from shoal.launch.launch_plan import add_program
 from shoal.launch.selection import split_words
 
 __all__ = ["add_arguments", "main", "script"]
@@ -73,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-requeue", action="store_true",
                         help="end at the time limit (default: go back into the queue, and start again)")
     parser.add_argument("--output", metavar="FILE", help="where the script goes (default: standard output)")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
+    add_program(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ generation whose step all vaults have, and begins no generation before the last 
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import zlib
@@ -26,6 +25,7 @@ from shoal.checkpoint.index import INDEX, parse
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 from shoal.log import logger
+from shoal.tier.memory_left import memory_left
 from shoal.transport.collectives import Communicator
 
 __all__ = ["GENERATIONS", "Generation", "Vault", "VaultBytes"]
@@ -207,7 +207,8 @@ class Vault:
         A collective call.
         """
         held = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())  # replaced one by one
-        free = min(shutil.disk_usage(self.folder).free, _available()) + held
+        room, left = shutil.disk_usage(self.folder).free, memory_left()  # of the container too, which counts /dev/shm
+        free = (room if left is None else min(room, left)) + held
         by_rank = self._ranks.gather_objects((size.needed, free))
         needed, free = max(by_rank, key=lambda each: each[0] - each[1])
         shown = f"{needed / 1e6:,.1f} MB on a node ({GENERATIONS} generations, and the next)"
@@ -234,12 +235,3 @@ def _found(folder: Path, after: int) -> dict[tuple[int, str, int], dict[str, boo
             checksum = zlib.crc32((tag.path / INDEX).read_bytes())
             found[tag.step, tag.name, checksum] = {file.name: file.name in here for file in index.files}
     return found
-
-
-def _available() -> int:
-    """Return the bytes of memory that the system can give."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,8 @@ after 10 times the longest first call of an earlier attempt, and at least a minu
     stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
     hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor, nor
                does a process that it started, as the workers of a loader; or the call is later still
-    waiting    a call is late because another rank is; where all ranks of the job wait, all are hung
+    waiting    a call is late because another rank is; where all ranks of the job that run
+               wait, all are hung
 
 So ranks that wait in a barrier of the script for one that evaluates are not hung. While a debugger has stopped a rank
 (state t) none is. When a rank is ended at a deadline, the deadline doubles, so that a slow call cannot end every attempt.
@@ -117,6 +118,7 @@ class Watch:
         self._child_meters: defaultdict[int, _Meter] = defaultdict(_Meter)
         self._calls: dict[int, tuple[int, TrainingPhase, bool, float]] = {}
         self._steps = 0
+        self._ended = set[int]()
 
     def reading(self, local_rank: int) -> Reading | None:
         """Return the page of a rank."""
@@ -126,12 +128,15 @@ class Watch:
         """Return the ranks that are stopped or hung now; `pids` are the processes by local rank.
 
         Where something outside of the job holds its ranks up, or a debugger has stopped one, the calls of now have their
-        whole deadlines after that.
+        whole deadlines after that; and after the end of a rank, which the others may notice by themselves.
         """
         now, running = time.monotonic(), {local_rank: process(pid) for local_rank, pid in pids.items()}
         traced = any(facts is not None and facts.state == "t" for facts in running.values())
-        if held_up or traced or now - self._looked > PAUSE:  # or this process was stopped, and the ranks perhaps with it
+        ended = {local_rank for local_rank, facts in running.items() if facts is None or facts.state == "Z"}
+        if held_up or traced or ended - self._ended or (
+                now - self._looked > PAUSE):  # this process was stopped, and the ranks perhaps with it
             self._resumed = now
+        self._ended = ended
         self._looked = now
         found: list[Suspicion] = []
         waiting: list[Suspicion] = []
@@ -139,7 +144,7 @@ class Watch:
         working = False
         for local_rank, pid in pids.items():
             facts, reading = running[local_rank], self.reading(local_rank)
-            if facts is None or facts.state == "Z":
+            if facts is None or local_rank in ended:
                 continue
             if reading is not None and reading.pid != pid:
                 reading = None  # a launcher between the agent and the program, or a page not attached yet
@@ -155,7 +160,7 @@ class Watch:
             if (suspicion := self._late(local_rank, pid, reading, now)) is not None:
                 (waiting if waits else late).append(suspicion)
         found += [each for each in late if not working or each.seconds > BUSY_FACTOR * each.deadline]
-        if not found and self._whole_job and len(waiting) == len(pids):
+        if not found and self._whole_job and len(waiting) == len(pids) - len(ended):  # these come to no collective
             return waiting
         return found
 

@@ -54,9 +54,9 @@ def main(args: Sequence[str] | None = None) -> None:
     words = ranks_command.command(
         options.training_script, options.training_script_args, ranks=len(slots), module=options.module,
         program=options.no_python, local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank,
+        core_list=options.bind_core_list,
         log_dir=None if options.enable_each_rank_log == "None" else options.enable_each_rank_log, more=more)
-    cores = ranks_command.cores(options.bind_core_list) if options.bind_cores_to_rank else None
-    code = ranks_command.run(words, devices=slots, node=options.node_rank, nodes=len(hosts), cores=cores, ranks=len(slots))
+    code = ranks_command.run(words, devices=slots, node=options.node_rank, nodes=len(hosts), ranks=len(slots))
     if code:
         sys.exit(code)
 

@@ -257,10 +257,10 @@ def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None
     slots = active[hosts[node]]
     words = ranks_command.command(
         options.user_script, options.user_args, ranks=len(slots), module=options.module, program=options.no_python,
-        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, log_dir=_log_dir(options), more=more)
-    cores = ranks_command.cores(options.bind_core_list) if options.bind_cores_to_rank else None
+        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, core_list=options.bind_core_list,
+        log_dir=_log_dir(options), more=more)
     with _pid_file(options.save_pid):
-        code = ranks_command.run(words, devices=slots, node=node, nodes=len(hosts), cores=cores, ranks=len(slots))
+        code = ranks_command.run(words, devices=slots, node=node, nodes=len(hosts), ranks=len(slots))
     if code:
         raise SystemExit(code)
 
@@ -281,13 +281,11 @@ def _run_on_hosts(options: argparse.Namespace, active: Resources) -> None:
                           ("--setup", options.venv_script)):
         if value:
             more.append(f"{option}={value}")
-    if options.bind_cores_to_rank and options.bind_core_list is not None:
-        ranks_command.cores(options.bind_core_list)
-        more += ["--core-list", options.bind_core_list]
     more += [f"--export={name}" for name in exports]
     words = ranks_command.command(
         options.user_script, options.user_args, ranks=None, module=options.module, program=options.no_python,
-        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, log_dir=_log_dir(options), more=more)
+        local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, core_list=options.bind_core_list,
+        log_dir=_log_dir(options), more=more)
     with _pid_file(options.save_pid):
         code = ranks_command.run(words, devices=None, nodes=len(active), ranks=sum(map(len, active.values())),
                                  variables=exports)
