@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -310,3 +311,26 @@ def test_a_scripted_module_moves_under_the_published_name() -> None:
 
 def test_sharded_parameters_alone_have_the_published_attributes() -> None:
     assert run_ranks(1, attributes) == [True]
+
+
+def loaded_modules() -> None:
+    """Load a copy of a module that zero.Init holds, as PEFT loads `modules_to_save`, and the module of an engine."""
+    state = {name: torch.full_like(value, 0.5) for name, value in nn.Linear(6, 5).state_dict().items()}
+    with deepspeed.zero.Init():
+        built = nn.Linear(6, 5)
+    copied = copy.deepcopy(built)
+    found = copied.load_state_dict({"weight": state["weight"]}, strict=False)
+    assert found.missing_keys == ["bias"]
+    with deepspeed.zero.GatheredParameters([copied.weight, built.weight]):
+        assert copied.weight.eq(0.5).all()
+        assert not built.weight.eq(0.5).any()
+    engine = engine_of({"stage": 3, "stage3_param_persistence_threshold": 0})
+    train(engine)
+    state = {name: torch.full(value.shape, 0.5) for name, value in engine.module.state_dict().items()}
+    engine.module.load_state_dict(state)
+    assert all(safe_get_full_fp32_param(parameter).eq(0.5).all() for parameter in engine.module.parameters())
+    train(engine)
+
+
+def test_released_parameters_are_loaded_on_every_rank() -> None:
+    run_ranks(2, loaded_modules)

@@ -8,7 +8,7 @@ time, and the unit alone knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -286,10 +286,25 @@ def _stays(fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> bool:
 _plain_apply = nn.Module._apply  # pyright: ignore[reportPrivateUsage]  what the published name changes
 
 
+def _load_from_state_dict(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any],
+                          *results: Any) -> None:
+    """Load the parameters of one module; released ones are gathered for it, on every rank, and what rank 0 loads counts."""
+    own = self._parameters  # pyright: ignore[reportPrivateUsage]  where Module._load_from_state_dict finds what it loads
+    released = [parameter for name, parameter in own.items()
+                if parameter is not None and prefix + name in state_dict and is_guarded(parameter)
+                and (owner := owner_of(parameter)) is not None and not owner.serves_reads]
+    with gathered(released, modifier_rank=0, enabled=not local_metadata.get("assign_to_params_buffers")):
+        _plain_load(self, state_dict, prefix, local_metadata, *results)
+
+
+_plain_load = nn.Module._load_from_state_dict  # pyright: ignore[reportPrivateUsage]  what the published name changes
+
+
 def add_attributes() -> None:
     """Add the published attributes to `torch.nn.Parameter`, and the published methods to `torch.nn.Module`."""
     nn.Module.zero_grad = _zero_grad
     nn.Module._apply = _apply  # pyright: ignore[reportPrivateUsage]  the method behind `to`, `cpu` and the like
+    nn.Module._load_from_state_dict = _load_from_state_dict  # pyright: ignore[reportPrivateUsage]  behind `load_state_dict`
     for name, method in (("ds_external_parameters", _external_parameters), ("all_parameters", _all_parameters)):
         if name not in vars(nn.Module):
             setattr(nn.Module, name, method)
