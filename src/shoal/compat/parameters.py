@@ -287,14 +287,14 @@ _plain_apply = nn.Module._apply  # pyright: ignore[reportPrivateUsage]  what the
 
 
 def _load_from_state_dict(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any],
-                          *results: Any) -> None:
+                          *results: Any, **named: Any) -> None:
     """Load the parameters of one module; released ones are gathered for it, on every rank, and what rank 0 loads counts."""
     own = self._parameters  # pyright: ignore[reportPrivateUsage]  where Module._load_from_state_dict finds what it loads
     released = [parameter for name, parameter in own.items()
                 if parameter is not None and prefix + name in state_dict and is_guarded(parameter)
                 and (owner := owner_of(parameter)) is not None and not owner.serves_reads]
     with gathered(released, modifier_rank=0, enabled=not local_metadata.get("assign_to_params_buffers")):
-        _plain_load(self, state_dict, prefix, local_metadata, *results)
+        _plain_load(self, state_dict, prefix, local_metadata, *results, **named)
 
 
 _plain_load = nn.Module._load_from_state_dict  # pyright: ignore[reportPrivateUsage]  what the published name changes

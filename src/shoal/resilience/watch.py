@@ -6,8 +6,7 @@ after 10 times the longest first call of an earlier attempt, and at least a minu
     stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
     hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor, nor
                does a process that it started, as the workers of a loader; or the call is later still
-    waiting    a call is late because another rank is; where all ranks of the job that run
-               wait, all are hung
+    waiting    a call is late because another rank is; where all ranks of the job that run wait, all are hung
 
 So ranks that wait in a barrier of the script for one that evaluates are not hung. While a debugger has stopped a rank
 (state t) none is. When a rank is ended at a deadline, the deadline doubles, so that a slow call cannot end every attempt.
