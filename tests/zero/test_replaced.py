@@ -105,6 +105,59 @@ def sharded(stage: int) -> dict[str, list[Tensor]]:
     return found
 
 
+class Shrinking(nn.Linear):
+    """A layer whose forward writes its own weights: in place, or as other memory. So does `within` with those of another."""
+
+    def __init__(self, form: str, within: bool):
+        super().__init__(12, 12)
+        self.form = form
+        self.other = nn.Linear(12, 12) if within else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        written = self if self.other is None else self.other
+        if self.form == "in place":
+            with torch.no_grad():
+                written.weight.mul_(0.9)
+        else:
+            written.weight.data = written.weight.data * 0.9
+        return super().forward(input) if self.other is None else self.other(super().forward(input))
+
+
+def trained(form: str, within: bool, stage: int | None, accumulation: int = 1) -> list[Tensor]:
+    """Train a model that writes its weights in its forward, without an engine if `stage` is None."""
+    torch.manual_seed(0)
+    whole: Any = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), Shrinking(form, within), nn.Tanh(), nn.Linear(12, 3))
+    optimizer = sgd(whole)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, "gradient_accumulation_steps": accumulation,
+              "zero_optimization": {"stage": stage}}
+    engine = None if stage is None else shoal.initialize(model=whole, optimizer=optimizer, config=config)[0]
+    for step in range(4 * accumulation):
+        if engine is None:
+            (whole(batch(step)).square().mean() / accumulation).backward()
+            if (step + 1) % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            engine.backward(engine(batch(step)).square().mean())
+            engine.step()
+        with torch.no_grad():
+            (whole if engine is None else engine)(batch(99))
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("form", ["in place", "other memory"])
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_forward_may_write_weights(form: str, within: bool, stage: int, ranks: int, accumulation: int) -> None:
+    expected = trained(form, within, None, accumulation)
+    for found in run_ranks(ranks, trained, form, within, stage, accumulation):
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_with_other_memory_train_as_in_plain_torch(ranks: int) -> None:
     for stage in range(3):

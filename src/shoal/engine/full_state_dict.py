@@ -22,8 +22,8 @@ from shoal.mesh.mesh import MODEL
 from shoal.mesh.tensor_slice import TensorSlice, slice_of, whole
 from shoal.tier import fetched
 from shoal.transport.reduction import promoted_dtype
+from shoal.zero.other_memory import replaced_slots
 from shoal.zero.partition import tied_names
-from shoal.zero.replaced import replaced_slots
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit

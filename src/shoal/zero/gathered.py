@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.tier import ResidentSpan
+from shoal.zero.other_memory import load_replaced, take_over
 from shoal.zero.ownership import owner_of
-from shoal.zero.replaced import load_replaced
 from shoal.zero.saved_tensors import tracked
 from shoal.zero.unit import Unit
 from shoal.zero.unit_state import Hold
@@ -58,7 +58,10 @@ def _held(unit: Unit, modifier_rank: int | None, dropped: list[str]) -> Generato
             try:
                 yield
             finally:
-                load_replaced(unit, keep=unit.keeps_writes)
+                if unit.keeps_writes:
+                    load_replaced(unit)
+                else:
+                    take_over(unit, keep=False)
         if modifier_rank is not None:
             unit.broadcast_edit(modifier_rank)
         elif unit.keeps_writes:
@@ -77,12 +80,13 @@ def _writes_dropped(unit: Unit, dropped: list[str]) -> Generator[None]:
     Where the resting weights lie within the buffer, these are restored; the whole buffer if another reader holds it. Readers
     that arrive inside the context get the restored shards.
     """
-    used = unit.readers > 1
-    memory = unit.full if used else unit.rest.tensor if unit.memory.rests_in_full else None
+    used, written = unit.readers > 1, any(unit.versions.since)
+    whole = used or written  # what was written before is to stay
+    memory = unit.full if whole else unit.rest.tensor if unit.memory.rests_in_full else None
     values = None if memory is None else unit.memory.take_snapshot(memory)
     try:
         yield
-        dropped += _changed(unit, unit.full if used else unit.full[unit.shard_range.start:unit.shard_range.stop], values)
+        dropped += _changed(unit, unit.full if whole else unit.full[unit.shard_range.start:unit.shard_range.stop], values)
     except BaseException:
         if not used:
             unit.end_hold(Hold.FOREIGN_READ)  # the pass that read it is over
@@ -90,6 +94,8 @@ def _writes_dropped(unit: Unit, dropped: list[str]) -> Generator[None]:
     finally:
         if values is not None:
             unit.memory.restore(values)
+        if not written:
+            unit.versions.see()
     if not used and unit.readers > 1:
         unit.refresh_full()
 

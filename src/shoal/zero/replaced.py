@@ -2,8 +2,9 @@
 
 What is gathered, reduced and stepped is the buffer of a unit, whose views the parameters are. Forward and backward use what
 the script has put there, as always. Before a step its values are copied into the buffer, and the parameter is a view of it
-again; until then the buffer is left alone, so that averaged weights can be swapped in for an evaluation, and out again. What
-the buffer cannot hold raises at the next forward, and so do parameters that the model gained after `initialize`.
+again; until then the buffer is left alone, so that averaged weights can be swapped in for an evaluation, and out again. A
+unit that is released takes them over before (`other_memory.py`). What the buffer cannot hold raises at the next forward, and
+so do parameters that the model gained after `initialize`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.errors import UsageError
 from shoal.module_hooks import is_scripted
+from shoal.zero.other_memory import check_fit, load_replaced, replaced_slots
 from shoal.zero.unit import Unit
 
-__all__ = ["ReplacedParameters", "load_replaced", "replaced_slots"]
+__all__ = ["ReplacedParameters"]
 
 
 class ReplacedParameters:
@@ -27,7 +29,7 @@ class ReplacedParameters:
         units = list(units)
         names = {member.parameter: member.name for unit in units for member in unit.members}
         self._root = root
-        self._units = [unit for unit in units if unit.keeps_writes]  # the guard refuses to replace those of the others
+        self._units = [unit for unit in units if unit.keeps_writes]  # others take over writes at their release
         self._released = [unit for unit in self._units if unit.reshards]
         self._views = [(unit, [(member.parameter, slot.start * unit.full.element_size()) for slot, member in zip(
             unit.layout.slots, unit.members, strict=True) if member.parameter.numel()]) for unit in self._units]
@@ -133,76 +135,3 @@ def _children_of(module: nn.Module) -> dict[str, object]:
 def _parameters_of(module: nn.Module) -> dict[str, object]:
     """Return the dict that `module` keeps its own parameters in."""
     return vars(module)["_parameters"]
-
-
-@torch.no_grad()
-def load_replaced(unit: Unit, *, keep: bool = True) -> None:
-    """Copy the values of gathered parameters with other memory into the buffer of `unit`, and make them its views again.
-
-    With `keep` the values rest, masters included. Raises `UsageError` for values that the buffer cannot hold; parameters
-    that are released next become views of it all the same. Raises it too where backward has stepped the unit: its thread, or
-    a copy to the device, may write to the buffer.
-    """
-    if not (slots := replaced_slots(unit)):
-        return
-    if unit.pending is not None and unit.pending.in_backward:
-        raise UsageError(
-            f"parameter '{unit.members[slots[0]].name}' was given other memory (p.data = ...) since backward stepped its "
-            f"unit (offload_optimizer.step_in_backward), and the new value or the step would be lost: swap the former "
-            f"memory in again and call engine.step(), assign after it, or set step_in_backward to false")
-    views = unit.layout.views(unit.full)
-    try:
-        check_fit(unit)
-        if keep and unit.memory.is_shared(views=len(slots)):
-            raise UsageError(
-                f"parameter '{unit.members[slots[0]].name}' was given other memory (p.data = ...) while another tensor "
-                f"shares its former memory, which rests in another tier between uses and takes the new value: keep a copy "
-                f"instead, `backup = p.data.clone()`")
-    except UsageError:
-        for slot in slots if unit.reshards else ():
-            unit.members[slot].parameter.data = views[slot]
-        raise
-    changed: list[int] = []
-    for slot in slots:
-        parameter = unit.members[slot].parameter
-        value = parameter.detach()
-        if not torch.equal(value, views[slot]):  # else the masters keep their precision
-            views[slot].copy_(value.clone())  # it may be a transposed view of the same memory
-            changed.append(slot)
-        parameter.data = views[slot]
-    if keep:
-        unit.keep_slots(changed)
-
-
-def check_fit(unit: Unit, others: Iterable[Unit] = ()) -> None:
-    """Raise `UsageError` for a parameter whose value the buffer of `unit` cannot hold, or that lies in that of `others`."""
-    if slots := replaced_slots(unit):
-        buffers = {other.full.untyped_storage().data_ptr() for other in (unit, *others)}
-        views = unit.layout.views(unit.full)
-        for slot in slots:
-            _check_fits(unit.members[slot].name, unit.members[slot].parameter.detach(), views[slot], buffers)
-
-
-def replaced_slots(unit: Unit) -> list[int]:
-    """Return the slots of a gathered unit whose parameters are no views of its buffer; none of another."""
-    if not unit.holds_values:
-        return []
-    start, width = unit.full.data_ptr(), unit.full.element_size()
-    return [index for index, (slot, member) in enumerate(zip(unit.layout.slots, unit.members, strict=True))
-            if (member.parameter.data_ptr() != start + slot.start * width and member.parameter.numel() > 0)
-            or not member.parameter.is_contiguous()]
-
-
-def _check_fits(name: str, value: Tensor, view: Tensor, buffers: set[int]) -> None:
-    """Raise `UsageError` unless `value`, which parameter `name` has now, fits its place `view` in one of the `buffers`."""
-    got, wanted = (f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" for tensor in (value, view))
-    if got != wanted:
-        raise UsageError(
-            f"parameter '{name}' became {got} after initialize (p.data = ..., model.half(), model.to(...)), and the engine "
-            f"trains it as {wanted}. Convert the model back, convert it before initialize, or set fp16 or bf16 in the "
-            f"configuration")
-    start, stop = view.data_ptr(), view.data_ptr() + view.nbytes
-    if value.untyped_storage().data_ptr() in buffers and not start <= value.data_ptr() < stop:
-        raise UsageError(
-            f"parameter '{name}' was given the memory of another parameter after initialize (p.data = other.data), and the "
-            f"engine trains each in its own: assign other.data.clone(), or share the Parameter itself before initialize")

@@ -167,6 +167,10 @@ class TrainableUnit(Unit):
         super().broadcast_edit(source)
         self._take_edits(self.layout.slots)
 
+    def _rest_writes(self, slots: Sequence[int]) -> None:
+        super()._rest_writes(slots)
+        self._take_edits(self.layout.slots[index] for index in slots)
+
     def keep_slots(self, slots: Iterable[int]) -> None:
         slots = list(slots)
         super().keep_slots(slots)

@@ -27,6 +27,7 @@ from shoal.tier.span import DONE
 from shoal.zero.grad_attribute import show_grads
 from shoal.zero.guard import guard, released_error, stepped_error, unguard
 from shoal.zero.layout import Layout
+from shoal.zero.other_memory import take_over
 from shoal.zero.ownership import GradReader, set_owner
 from shoal.zero.placement import Stage
 from shoal.zero.unit_state import TRANSITIONS, Hold, Member, PendingStep, Phase, Scope, VersionCounters
@@ -252,6 +253,7 @@ class Unit:
     def conceal(self) -> None:
         """Guard the weights of a unit that stays gathered for its next use: to read them raises as if it were released."""
         if self.phase is Phase.GATHERED and self.is_sharded and not self._contexts:
+            self._take_writes()
             self._enter(Phase.CONCEALED)
             for parameter in self._parameters:
                 guard(parameter)
@@ -277,9 +279,24 @@ class Unit:
             if self.phase is Phase.LOADING:  # where a deferred step is pending, another rank has not started this fetch:
                 self._loading.wait()  # no collective
             self.finish_gather()
-            if self.keeps_writes and any(self.versions.since):
-                self.memory.mark_dirty()
+            self._take_writes()
             self._shrink()
+
+    def _take_writes(self) -> None:
+        """Let rest what a script has written to the gathered weights since they arrived: in place, or as other memory.
+
+        Where ranks hold parts, each keeps its own part of what it wrote, as a module's forward does on every rank.
+        """
+        if self.phase is Phase.GATHERED and self.pending is None:
+            replaced = take_over(self)
+            written = [slot for slot, is_written in enumerate(self.versions.since) if is_written or slot in replaced]
+            if written:
+                self._rest_writes(written)
+                self.versions.see()
+
+    def _rest_writes(self, slots: Sequence[int]) -> None:
+        """Save the gathered weights, and where there is a master what `slots` hold."""
+        self.memory.save()
 
     def _unguard(self) -> None:
         for parameter in self._parameters:
