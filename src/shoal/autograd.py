@@ -123,7 +123,7 @@ def isolated(device: torch.device) -> Generator[None]:
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function` with the dtypes of its operands in its products, where it is called within autocast."""
+    """Return `function` with autocast disabled, so that its products have the dtypes of their operands."""
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         device = next(each.device.type for each in args if isinstance(each, Tensor))

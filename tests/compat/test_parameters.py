@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
@@ -315,7 +316,7 @@ def test_sharded_parameters_alone_have_the_published_attributes() -> None:
 
 def loaded_modules() -> None:
     """Load a copy of a module that zero.Init holds, as PEFT loads `modules_to_save`, and the module of an engine."""
-    state = {name: torch.full_like(value, 0.5) for name, value in nn.Linear(6, 5).state_dict().items()}
+    state = {name: torch.full_like(value, 0.5 + dist.get_rank()) for name, value in nn.Linear(6, 5).state_dict().items()}
     with deepspeed.zero.Init():
         built = nn.Linear(6, 5)
     copied = copy.deepcopy(built)

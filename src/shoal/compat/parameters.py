@@ -288,10 +288,14 @@ _plain_apply = nn.Module._apply  # pyright: ignore[reportPrivateUsage]  what the
 
 def _load_from_state_dict(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any],
                           *results: Any, **named: Any) -> None:
-    """Load the parameters of one module; released ones are gathered for it, on every rank, and what rank 0 loads counts."""
+    """Load the parameters of one module; released ones are gathered for it, and what rank 0 loads counts.
+
+    Every rank calls it with the same keys.
+    """
     own = self._parameters  # pyright: ignore[reportPrivateUsage]  where Module._load_from_state_dict finds what it loads
+    renames = bool(self._load_state_dict_pre_hooks)  # of keys: then any parameter may be loaded
     released = [parameter for name, parameter in own.items()
-                if parameter is not None and prefix + name in state_dict and is_guarded(parameter)
+                if parameter is not None and (renames or prefix + name in state_dict) and is_guarded(parameter)
                 and (owner := owner_of(parameter)) is not None and not owner.serves_reads]
     with gathered(released, modifier_rank=0, enabled=not local_metadata.get("assign_to_params_buffers")):
         _plain_load(self, state_dict, prefix, local_metadata, *results, **named)

@@ -113,7 +113,7 @@ def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, n
         job_process.send_signal(number)
 
     previous = {number: signal.signal(number, forward) for number in FORWARDED
-                if signal.getsignal(number) is not signal.SIG_IGN}
+                if signal.getsignal(number) not in (None, signal.SIG_IGN)}
     try:
         code = job_process.wait()
     finally:

@@ -341,7 +341,8 @@ class PipelineEngine(BaseEngine):
     def _from_last(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the last stage's losses, on all stages."""
         by_stage = self.parameter_groups.communicator("pipeline").gather_objects([loss.item() for loss in losses])
-        return [torch.tensor(value, device=self.device) for value in next(values for values in by_stage if values)]
+        return [torch.tensor(value, dtype=torch.float32, device=self.device)
+                for value in next(values for values in by_stage if values)]
 
 
 def _words(values: Tensor) -> Tensor:

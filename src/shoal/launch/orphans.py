@@ -134,15 +134,15 @@ def signals_held() -> Generator[None]:
     before = {number: signal.getsignal(number)
               for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     held = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
-    for number in held:
-        signal.signal(number, hold)
     try:
+        for number in held:
+            signal.signal(number, hold)
         yield
     finally:
         for number, handler in held.items():
             signal.signal(number, handler)
-    if caught:
-        signal.raise_signal(caught[0])
+        if caught:
+            signal.raise_signal(caught[0])
 
 
 def open_streams() -> None:

@@ -154,8 +154,10 @@ class Init:
         memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=source.full.device)
         copied = plain(memory, parameter.requires_grad)
         source.bring_shard()
-        self._unit(copied, parameter.dtype).load_full(source.full)
-        source.release()
+        try:
+            self._unit(copied, parameter.dtype).load_full(source.full)
+        finally:
+            source.release()
         return copied
 
     def _shard(self, parameter: nn.Parameter) -> None:
