@@ -293,9 +293,9 @@ def _load_from_state_dict(self: nn.Module, state_dict: Mapping[str, Any], prefix
     Every rank calls it with the same keys.
     """
     own = self._parameters  # pyright: ignore[reportPrivateUsage]  where Module._load_from_state_dict finds what it loads
-    renames = bool(self._load_state_dict_pre_hooks)  # of keys: then any parameter may be loaded
+    hooks = self._load_state_dict_pre_hooks  # pyright: ignore[reportPrivateUsage]  they may rename keys
     released = [parameter for name, parameter in own.items()
-                if parameter is not None and (renames or prefix + name in state_dict) and is_guarded(parameter)
+                if parameter is not None and (hooks or prefix + name in state_dict) and is_guarded(parameter)
                 and (owner := owner_of(parameter)) is not None and not owner.serves_reads]
     with gathered(released, modifier_rank=0, enabled=not local_metadata.get("assign_to_params_buffers")):
         _plain_load(self, state_dict, prefix, local_metadata, *results, **named)

@@ -20,7 +20,7 @@ __all__ = ["Gathered", "check_fit", "load_replaced", "replaced_slots", "take_ove
 
 
 class Gathered(Protocol):
-    """What is asked of a unit."""
+    """The part of a unit that these functions use."""
 
     members: tuple[Member, ...]
     layout: Layout
