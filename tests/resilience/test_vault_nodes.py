@@ -191,12 +191,12 @@ def in_little_room(root: str, stop: int) -> None:
     """Train on two nodes, each with room for its generations and no more."""
     folder = Path(root, [A, B][dist.get_rank()], "vault0")
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    vault._available = lambda: 16_000 - held  # pyright: ignore[reportPrivateUsage]
+    vault.memory_left = lambda: 16_000 - held
     train(root, [A, B], stop)
 
 
 def no_room(root: str) -> str:
-    vault._available = lambda: 1000 if dist.get_rank() == 1 else 1 << 40  # pyright: ignore[reportPrivateUsage]
+    vault.memory_left = lambda: 1000 if dist.get_rank() == 1 else 1 << 40
     with pytest.raises(CheckpointError, match=r"resilience\.vault: needs") as caught:
         train(root, [A, B], EVERY)
     return str(caught.value)
