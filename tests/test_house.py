@@ -106,7 +106,8 @@ NAMES_ITS_DEVICE = ("activation/", "checkpoint/", "data/", "device.py", "engine/
 FACTORIES = frozenset({"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
                        "randint", "randn", "randperm", "tensor", "zeros"})
 """Functions of torch whose result is where `torch.set_default_device` says, unless their call does."""
-FLOAT_FACTORIES = frozenset({"empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "zeros"})
+FLOAT_FACTORIES = frozenset({"as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace",
+                             "normal", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"})
 """Functions of torch whose result has the dtype that `torch.set_default_dtype` says, unless their call does."""
 
 PRINTS = {"compat/deepspeed/env_report.py": "the command `ds_report`",

@@ -80,6 +80,17 @@ def ignore(optimizer: Any, args: Any, kwargs: Any) -> None:
     """A step hook, which keeps native code from the step."""
 
 
+def step_beside(engine: shoal.Engine, plain: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor,
+                steps: int) -> None:
+    """Take as many steps of the engine and of `plain`, which `optimizer` trains."""
+    for _ in range(steps):
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        plain(inputs).square().mean().backward()
+        optimizer.step()
+
+
 def train(stage: int, native: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -91,12 +102,7 @@ def train(stage: int, native: bool) -> None:
     if not native:
         assert engine.optimizer is not None
         engine.optimizer.optimizer.register_step_post_hook(ignore)
-    for _ in range(4):
-        engine.backward(engine(inputs).square().mean())
-        engine.step()
-        optimizer.zero_grad()
-        plain(inputs).square().mean().backward()
-        optimizer.step()
+    step_beside(engine, plain, optimizer, inputs, 4)
     with shoal.gathered(model):
         for expected, trained in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(trained.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
@@ -122,12 +128,7 @@ def train_with_default_dtype(dtype: torch.dtype) -> None:
     engine, *_ = shoal.initialize(model=model, config={
         "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}})
-    for _ in range(300):  # bf16 counts to 256
-        engine.backward(engine(inputs).square().mean())
-        engine.step()
-        optimizer.zero_grad()
-        plain(inputs).square().mean().backward()
-        optimizer.step()
+    step_beside(engine, plain, optimizer, inputs, 300)  # bf16 counts to 256
     with shoal.gathered(model):
         for expected, trained in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(trained.detach(), expected.detach(), rtol=1e-4, atol=1e-6)

@@ -62,7 +62,7 @@ def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
     for head in range(blocks.heads):
         first = head * blocks.row_blocks
         of_head = counts[first:first + blocks.row_blocks]
-        degrees = torch.tensor([_degree(count) if count else 0 for count in of_head.tolist()])
+        degrees = torch.tensor([_degree(count) if count else 0 for count in of_head.tolist()], dtype=torch.int64)
         for degree in degrees.unique().tolist():
             if not degree:
                 continue

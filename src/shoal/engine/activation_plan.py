@@ -116,4 +116,5 @@ def _most(communicator: Communicator, numbers: list[int]) -> list[int]:
     """Return the largest of each number over the ranks."""
     if communicator.ranks == 1:  # once a pass: no wait for a device
         return numbers
-    return communicator.gather_words(torch.tensor(numbers, device=communicator.words_device)).amax(0).tolist()
+    words = torch.tensor(numbers, dtype=torch.int64, device=communicator.words_device)
+    return communicator.gather_words(words).amax(0).tolist()

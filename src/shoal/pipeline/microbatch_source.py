@@ -74,7 +74,8 @@ class MicrobatchSource:
         drawn = DrawnMicrobatches.of(items, coordinates=self._coordinates, values=values, label=self._label,
                                      has_first_stage=self._has_first_stage)
         self._world.note_step(steps)
-        words = torch.tensor([_digest(call), bool(problem) or values, *drawn.digests()], device=self._world.words_device)
+        words = torch.tensor([_digest(call), bool(problem) or values, *drawn.digests()], dtype=torch.int64,
+                             device=self._world.words_device)
         if not _agree(self._world.gather_words(words, "the call and its samples")):
             self._compare(call, problem, drawn, ended=ended)
             self._compared.add(name)

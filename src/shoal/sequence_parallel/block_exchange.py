@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def _merge(output: Tensor, sums: Tensor, parts: list[list[Tensor]], plan: BlockP
         shares = [(each - base).exp()[..., None] for each in (mine, their_sums)]
         merged = sum(part.unflatten(2, (block, -1)).float() * share
                      for part, share in zip((outputs[:, units], theirs), shares, strict=True))
-        outputs[:, units] = torch.as_tensor(merged).flatten(2).to(output.dtype)
+        outputs[:, units] = cast(Tensor, merged).flatten(2).to(output.dtype)
         all_sums[:, units] = total
 
 

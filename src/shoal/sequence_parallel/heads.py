@@ -99,7 +99,7 @@ def exchange_heads(attention: Callable[[Tensor, Tensor, Tensor], Tensor], query:
         reads = plan.key_of_each_query(query.shape[1] // key.shape[1])
         group, left = divmod(len(reads), keys.shape[1])
         if left or reads != [head // group for head in range(len(reads))]:  # a group is cut: each query has its own copy
-            index = torch.tensor(reads, device=key.device)
+            index = torch.tensor(reads, dtype=torch.int64, device=key.device)
             keys, values = keys.index_select(1, index), values.index_select(1, index)
         output = attention(queries, keys, values)
     else:

@@ -36,7 +36,8 @@ def mean_loss(total: Tensor, count: Tensor | float, axis: SequenceAxis) -> Tenso
     if total.numel() != 1:
         raise UsageError(f"mean_loss: total has shape {tuple(total.shape)}; give the sum of the losses of this rank's "
                          f"tokens, and their number as count")
-    return cast(Tensor, _Mean.apply(axis, total.reshape(()), torch.as_tensor(count, device=total.device).detach()))
+    number = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
+    return cast(Tensor, _Mean.apply(axis, total.reshape(()), number))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, axis: SequenceAxis, *, ignore_index: int = -100,

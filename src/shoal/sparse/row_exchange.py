@@ -217,7 +217,7 @@ class RowExchange:
         """All-gather the number of `rows` that each rank sends; -1: the rank does not know its rows."""
         if self.table.ranks == 1:
             return [-1 if rows is None else len(rows)]
-        count = torch.tensor([-1 if rows is None else len(rows)], device=self._device)
+        count = torch.tensor([-1 if rows is None else len(rows)], dtype=torch.int64, device=self._device)
         return self._communicator.gather_words(count, self._counting).flatten().tolist()
 
     def _prefer_rows(self, counts: list[int], dtype: torch.dtype) -> bool:

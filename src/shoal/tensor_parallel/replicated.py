@@ -133,7 +133,8 @@ class PartDropout(nn.Dropout):
         assert self._dim is not None
         self._checked = True
         bits = bits_of(x, ordered=True) if _varies(x, self._dim) else None
-        words = self._axis.all_gather(torch.tensor([bits or 0], device=x.device)).wait().flatten().tolist()
+        word = torch.tensor([bits or 0], dtype=torch.int64, device=x.device)
+        words = self._axis.all_gather(word).wait().flatten().tolist()
         if bits is not None and len(set(words)) == 1:
             raise UsageError(f"{self._name}: Dropout() where sequences are not split: {len(words)} ranks have the same "
                              f"values, and each would drop others of them. {_FIX}")

@@ -269,7 +269,8 @@ class Communicator:
         what = "a comparison between ranks"
         device = self.words_device
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        sizes = self._gather_whole(torch.tensor([pickled.numel()], device=device), what, _SIZE).flatten().tolist()
+        sizes = self._gather_whole(torch.tensor([pickled.numel()], dtype=torch.int64, device=device), what,
+                                   _SIZE).flatten().tolist()
         padded = pickled.new_zeros(max(sizes))
         padded[:pickled.numel()] = pickled
         rows = self._gather_whole(padded, what, _OBJECT).cpu()

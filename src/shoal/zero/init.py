@@ -151,7 +151,7 @@ class Init:
     def copy(self, parameter: nn.Parameter, source: Unit) -> nn.Parameter:
         """Return a copy of a released parameter, whose shard on this rank is that of `source`: nothing is sent."""
         plain = type(parameter).__mro__[1]  # the class that the guarded one extends
-        memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=source.full.device)
+        memory = torch.empty((), dtype=parameter.dtype, device=source.full.device).expand(parameter.shape)  # of one number
         copied = plain(memory, parameter.requires_grad)
         source.bring_shard()
         try:

@@ -49,8 +49,8 @@ def load_replaced(unit: Gathered) -> None:
 
     Autograd counts them as writes by the script. Raises `UsageError` as `take_over` does.
     """
-    if replaced_slots(unit):
-        unit.keep_slots(take_over(unit))
+    if changed := take_over(unit):
+        unit.keep_slots(changed)
 
 
 @torch.no_grad()
