@@ -17,11 +17,10 @@ import subprocess
 import sys
 import time
 
+import render_page
 from machine import ROOT
 from results import FOLDER
 from sections import SECTIONS
-
-import report
 
 QUIET = 0.5
 """Busy processes, in the mean of a minute, that disturb no measurement of time."""
@@ -41,7 +40,7 @@ def main() -> None:
         _wait_until_idle(options.wait)
         if not _run(name):
             failed.append(name)
-    report.fill_page(FOLDER, [name for name in options.sections if name not in failed])
+    render_page.fill_page(FOLDER, [name for name in options.sections if name not in failed])
     if failed:
         sys.exit(f"record: failed, and left as they were: {', '.join(failed)}")
 

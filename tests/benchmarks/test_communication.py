@@ -185,7 +185,7 @@ def test_without_ddp_nothing_is_said_of_times_ddp() -> None:
 def test_what_was_found_becomes_a_page_with_its_picture(tmp_path: Path) -> None:
     draw(results(), tmp_path)
     outcome(results(), [found()], seconds=1.0, pictures=("communication.svg",)).publish(tmp_path / "found.json")
-    render = runpy.run_path(str(BENCHMARKS / "report.py"))["render"]
+    render = runpy.run_path(str(BENCHMARKS / "render_page.py"))["render"]
     page = render(json.loads((tmp_path / "found.json").read_text()))
     assert "![communication](images/communication.svg)" in page and "at least 3" in page and "**Targets**" in page
     assert "times as fast as DDP" in (tmp_path / "communication.svg").read_text()

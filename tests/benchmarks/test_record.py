@@ -7,12 +7,12 @@ from pathlib import Path
 
 import choice
 import pytest
+import render_page
 from catalogue import SYSTEMS
 from results import Target, interval, quartiles, spread_ratio
 from sections import SECTIONS
 from tuning import Best
 
-import report
 import zero
 
 ROOT = Path(__file__).parents[2]
@@ -22,24 +22,24 @@ PAGE = "a\n<!-- disk -->\n`disk.py` on 2026-01-01, commit 0123456.\n\nold\n\n<!-
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: int | None) -> Path:
     file = tmp_path / "page.md"
     file.write_text(PAGE)
-    monkeypatch.setattr(report, "PAGE", file)
-    monkeypatch.setattr(report, "changes_since", lambda commit, paths: changes)
+    monkeypatch.setattr(render_page, "PAGE", file)
+    monkeypatch.setattr(render_page, "changes_since", lambda commit, paths: changes)
     return file
 
 
 def test_a_part_without_a_file_stays_and_is_marked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = page(tmp_path, monkeypatch, 3)
     for _ in range(2):
-        report.fill_page(tmp_path)
+        render_page.fill_page(tmp_path)
         assert file.read_text().count("*Older than the code: 3 commits have changed `src/shoal/tier` since.*") == 1
-    monkeypatch.setattr(report, "changes_since", lambda commit, paths: 0)
-    report.fill_page(tmp_path)
+    monkeypatch.setattr(render_page, "changes_since", lambda commit, paths: 0)
+    render_page.fill_page(tmp_path)
     assert "Older" not in file.read_text() and "\nold\n" in file.read_text() and file.read_text().endswith("\nb\n")
 
 
 def test_a_commit_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = page(tmp_path, monkeypatch, None)
-    report.fill_page(tmp_path)
+    render_page.fill_page(tmp_path)
     assert "commit 0123456 is not in this history" in file.read_text()
 
 

@@ -1,6 +1,6 @@
 """Render what was measured into docs/measurements.md, between its markers, and mark what is older than the code it measures.
 
-    python benchmarks/report.py [FOLDER]
+    python benchmarks/render_page.py [FOLDER]
 
 Every file of out/benchmarks (or FOLDER) named after a benchmark fills the part of the page between
 `<!-- NAME -->` and `<!-- /NAME -->`; parts without a file stay as they are. A part of an earlier commit than the last change
