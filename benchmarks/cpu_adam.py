@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=N .venv-peers/bin/python benchmarks/cpu_adam.py ELEMENTS DTYPE
 
 Its master is fp32. Where DTYPE, of gradient and weight, is another, a step casts the gradient before and the weight after.
+The cast goes into a buffer that it keeps.
 It sleeps between lines, and answers each with the seconds of its step. What libraries print goes to standard error.
 """
 
@@ -24,14 +25,14 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     master = torch.nn.Parameter(torch.randn(elements))
     gradient, weight = torch.randn(elements).to(dtype), torch.empty(elements, dtype=dtype)
-    master.grad = gradient.to(torch.float32)
+    master.grad = buffer = gradient.to(torch.float32)
     optimizer = DeepSpeedCPUAdam([master], lr=1e-3, weight_decay=0.01, adamw_mode=True)
     answers.write("ready\n")
     answers.flush()
     for _ in sys.stdin:
         start = time.perf_counter()
         if dtype != torch.float32:
-            master.grad = gradient.to(torch.float32)
+            buffer.copy_(gradient)
         optimizer.step()
         if dtype != torch.float32:
             weight.copy_(master.detach())

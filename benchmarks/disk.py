@@ -5,9 +5,9 @@
 A span of `size` MiB in a swap file of FOLDER is read, written, and both (fetched, changed, committed), chunk after chunk
 with a few fetched ahead, as a step of the optimizer does it; checksums, and the faults of the pages that come and go, are
 part of it, and so is filling or changing the memory where it is written, with random bytes, no two chunks alike. fio moves
-as many random bytes from and to warm buffers, which it refills for each request. Before the rounds it does so with every
-engine of `ENGINES` at every depth of `DEPTHS`, and the fastest of each way counts: it takes turns with ours, and ratios are
-taken within a round. Without fio there are no ratios.
+as many random bytes from and to warm buffers, of which it changes some bytes for each request (scramble_buffers, its
+default). Before the rounds it does so with every engine of `ENGINES` at every depth of `DEPTHS`, and the fastest of each way
+counts: it takes turns with ours, and ratios are taken within a round. Without fio there are no ratios.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _fio(way: str, setting: Setting, options: argparse.Namespace) -> Speed:
     command = ["fio", "--name=disk", f"--filename={_fio_file(options)}", f"--filesize={options.size}M", f"--size={share}M",
                f"--offset_increment={share}M", f"--io_size={size // jobs}M", f"--rw={'rw' if way == 'both' else way}",
                f"--bs={options.block}k", *setting.words, "--thread", "--group_reporting", "--direct=1",
-               "--refill_buffers", "--output-format=json"]
+               "--output-format=json"]
     job = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["jobs"][0]
     rate = job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
     return Speed(rate=rate, processor=jobs * (job["usr_cpu"] + job["sys_cpu"]) / 100 / rate * GIGA)

@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=5, help="steps between two copies of Shoal (5)")
     parser.add_argument("--peer-every", type=int, default=5, help="steps between two saves of the peer (5)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="where the JSON goes (out/benchmarks/goodput.json)")
     parser.add_argument("--train", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=1 << 30, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -234,7 +235,7 @@ def report(options: argparse.Namespace, found: dict[tuple[str, float], dict[str,
             f"steps, the peer's saves every {options.peer_every}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} "
             f"processors at the end")
     Outcome(benchmark="goodput", command=" ".join(["python", *sys.argv]), note=note, sheets=(sheet,), targets=tuple(targets),
-            raw={f"{system} {rate:g}": row for (system, rate), row in found.items()}).publish(None)
+            raw={f"{system} {rate:g}": row for (system, rate), row in found.items()}).publish(options.out)
     return 0
 
 

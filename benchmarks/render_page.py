@@ -53,13 +53,13 @@ def marked(part: str, name: str) -> str:
     commit, section = COMMIT.search(part), SECTIONS.get(name)
     if commit is None or section is None:
         return part
-    match changes_since(commit[1], section.code):
+    match changes_since(commit[1], section.watched):
         case 0:
             return part
         case None:
             words = f"commit {commit[1]} is not in this history"
         case count:
-            words = f"{count} commit{'s have' if count > 1 else ' has'} changed {_listed(section.code)} since"
+            words = f"{count} commit{'s have' if count > 1 else ' has'} changed {_listed(section.watched)} since"
     return f"{part.rstrip()}\n\n*Older than the code: {words}.*\n"
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from results import Outcome, Sheet, Target
+from results import Outcome, Sheet, Target, quartiles
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -119,7 +119,7 @@ def _ratios(times: Times, way: str) -> list[float]:
 def _row(hidden: int, way: str, times: Times) -> tuple[str, ...]:
     steps = [step for steps in times[way] for step in steps]
     ratios = _ratios(times, way)
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = quartiles(ratios)
     return (str(hidden), way, f"{1e3 * statistics.median(steps):.2f}", f"{1e3 * min(steps):.2f}", f"{middle:.2f}",
             f"{low:.2f} to {high:.2f}")
 

@@ -31,7 +31,8 @@ def test_a_part_without_a_file_stays_and_is_marked_once(tmp_path: Path, monkeypa
     file = page(tmp_path, monkeypatch, 3)
     for _ in range(2):
         render_page.fill_page(tmp_path)
-        assert file.read_text().count("*Older than the code: 3 commits have changed `src/shoal/tier` since.*") == 1
+        assert file.read_text().count(
+            "*Older than the code: 3 commits have changed `benchmarks/disk.py`, `src/shoal/tier` since.*") == 1
     monkeypatch.setattr(render_page, "changes_since", lambda commit, paths: 0)
     render_page.fill_page(tmp_path)
     assert "Older" not in file.read_text() and "\nold\n" in file.read_text() and file.read_text().endswith("\nb\n")
@@ -47,7 +48,7 @@ def test_the_page_has_a_place_for_every_section() -> None:
     text = (ROOT / "docs" / "measurements.md").read_text()
     assert [name for name in SECTIONS if f"<!-- {name} -->" not in text or f"<!-- /{name} -->" not in text] == []
     assert all((ROOT / "benchmarks" / section.command.split()[0]).exists() for section in SECTIONS.values())
-    assert all((ROOT / path).exists() for section in SECTIONS.values() for path in section.code)
+    assert all((ROOT / path).exists() for section in SECTIONS.values() for path in section.watched)
 
 
 def test_a_ratio_shows_its_quartiles() -> None:
