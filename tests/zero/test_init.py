@@ -140,6 +140,31 @@ def existing() -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+class Quantised(nn.Module):
+    """A layer whose weights are whole numbers, which ranks make differently."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.levels = nn.Parameter((torch.arange(16).view(4, 4) * (1 + dist.get_rank())).to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.levels * self.scale)
+
+
+def whole_numbers(dtype: torch.dtype, stage: int) -> list[float]:
+    with shoal.zero.Init():
+        model = Quantised(dtype)
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+    x = torch.ones(1, 4, device=engine.device)
+    engine.backward(engine(x).sum())
+    engine.step()
+    with torch.no_grad():
+        return [model.levels.float().sum().item(), engine(x).sum().item()]
+
+
 def seeds_differ() -> None:
     torch.manual_seed(dist.get_rank())
     with shoal.zero.Init():
@@ -175,6 +200,15 @@ def test_no_rank_holds_more_than_one_layer_while_building() -> None:
 
 def test_an_existing_model_is_sharded_at_once() -> None:
     run_ranks(2, existing)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_of_whole_numbers_stay_whole(stage: int, dtype: torch.dtype) -> None:
+    levels = torch.arange(16).view(4, 4).to(dtype)
+    scale = torch.full((4,), 0.5) - 0.1 * levels.sum(0)
+    right = [levels.float().sum().item(), (torch.ones(1, 4) @ (levels * scale)).sum().item()]
+    assert run_ranks(2, whole_numbers, dtype, stage) == [pytest.approx(right)] * 2
 
 
 def test_every_rank_gets_the_values_of_rank_0() -> None:

@@ -1,8 +1,9 @@
 """Build a model without ever holding the whole of it: each parameter is sharded as soon as its module is built.
 
 The constructors run as they are, on every rank, with the same random numbers as without the context; what rank 0 drew
-counts. A parameter that is written again later, by `nn.init` or `Module.apply` within the context, is gathered for that
-operation and sharded again. `initialize` then takes the slices over into its units, one unit at a time.
+counts. Parameters that no unit holds (partition.py) stay whole. A parameter that is written again later, by `nn.init` or
+`Module.apply` within the context, is gathered for that operation and sharded again. `initialize` then takes the slices over
+into its units, one unit at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.zero.ownership import owner_of
+from shoal.zero.partition import has_unit
 from shoal.zero.placement import STAGES
 from shoal.zero.settings import ZeroSettings
 from shoal.zero.unit import Unit
@@ -135,7 +137,7 @@ class Init:
         self._close_opened()
         pending, self._pending = self._pending, []
         for parameter in pending:
-            if owner_of(parameter) is None and parameter.device.type != "meta" and parameter.numel():
+            if owner_of(parameter) is None and parameter.device.type != "meta" and has_unit(parameter):
                 self._shard(parameter)
                 self._freed += parameter.numel() * parameter.element_size()
         if self._freed > TRIM_EVERY:

@@ -133,7 +133,7 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_o
         for module in (root, *found):
             order[module] = len(order)
         for parameter, module in _owners(root, found).items():
-            if parameter in seen or not (parameter.is_floating_point() or parameter.is_complex()) or not parameter.numel():
+            if parameter in seen or not has_unit(parameter):
                 continue
             seen.add(parameter)
             held = replica_group_of(names[parameter])
@@ -148,6 +148,11 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_o
     several = len({key.replica_group for key in members_of}) > 1
     return [key.spec(_unit_name(paths[key.module], key, several, tables), members)
             for key, members in sorted(members_of.items(), key=lambda item: item[0].place(order))]
+
+
+def has_unit(parameter: nn.Parameter) -> bool:
+    """Whether a unit holds the parameter; one of whole numbers, a quantised one, and one of no elements stay whole."""
+    return bool(parameter.numel()) and (parameter.is_floating_point() or parameter.is_complex())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
