@@ -1,4 +1,4 @@
-"""Build of the late device: its C++ files are compiled into two libraries, once for each content and torch.
+"""Build of the late device and the process groups of tests: C++ files become libraries, once for each content and torch.
 
 `NoCompiler` says why a build is impossible; tests that need the device skip with it.
 """
@@ -24,7 +24,8 @@ _SOURCES = Path(__file__).parent / "native"
 _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
 _INCLUDES = (_TORCH / "include", _TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
-_LIBRARIES = {"liblate.so": ("timeline", "memory", "guard", "twins", "shapes", "operators"), "late_group.so": ("group",)}
+_LIBRARIES = {"liblate.so": ("timeline", "memory", "guard", "twins", "shapes", "operators"), "late_group.so": ("group",),
+              "staged_group.so": ("staged",)}
 
 
 class NoCompiler(Exception):
@@ -73,9 +74,8 @@ def _link(compiler: str, library: Path, objects: Sequence[Path]) -> None:
 
 
 def _depends(library: Path) -> list[str]:
-    """Return what links the second library to the first, which lies beside it."""
-    first = next(iter(_LIBRARIES))
-    return [] if library.name == first else [str(library.parent / first), "-Wl,-rpath,$ORIGIN"]
+    """Return what links the group of the late device to the device, which lies beside it."""
+    return [str(library.parent / "liblate.so"), "-Wl,-rpath,$ORIGIN"] if library.name == "late_group.so" else []
 
 
 def _run(command: Sequence[str]) -> None:

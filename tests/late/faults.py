@@ -89,6 +89,10 @@ FAULTS = (
           removes="self._stream.keep_for_compute(tensor)", program="pipeline"),
     Fault(name="a message is taken before it is received", where="pipeline.wire:WireTransfer.wait",
           removes="work.wait()", program="pipeline"),
+    Fault(name="collectives of a tensor axis are not watched", where="tensor_parallel.axis:Axis._wait_for",
+          removes="launched.add(work)", leaves="None", program="abandoned by a tensor rank"),
+    Fault(name="a load overwrites weights whose copy is queued", where="engine.training_state:weights_to_load",
+          removes="with fetched(unit.high_precision, 0, 0, changed=False):", leaves="if True:", program="loaded"),
     Fault(name="a tensor-parallel sum is used too early", where="tensor_parallel.axis:Axis._wait_for",
           removes="work.wait()", program="tensor parallel"),
     Fault(name="weights are gathered before their copy to the device", where="tier.device_mirror:ResidentCopy.following",
@@ -120,7 +124,7 @@ FAULTS = (
     Fault(name="collectives of a device are not watched", where="transport.native_watch:LaunchedCollectives.add",
           removes="self._running[self._launches] = work", program="abandoned"),
     Fault(name="collectives without their rank are not aborted", where="transport.native_watch:LaunchedCollectives._abort",
-          removes="self._group._get_backend(current_device()).abort()", leaves="pass", program="abandoned"),
+          removes="group._get_backend(current_device()).abort()", leaves="pass", program="abandoned"),
 )
 
 

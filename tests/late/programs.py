@@ -25,6 +25,7 @@ from shoal.checkpoint.rank_file import Staging
 from shoal.device import HOST, can_pin, current_device, synchronize
 from shoal.errors import RanksDisagree
 from shoal.tensor_parallel import Plan, parallelize
+from shoal.tensor_parallel.axis import Axis
 from shoal.tier import Memory, elastic
 from shoal.tier.device_mirror import mirrored
 from shoal.tier.streams import PinnedRing, UploadRing, free, h2d_stream
@@ -281,28 +282,68 @@ _names = (f"abandoned {number}" for number in count())
 
 
 def _abandoned() -> list[Tensor]:
-    """A rank fails before a collective that the other has given its device: 1 where the other hears why.
-
-    The other is blocked in a read of the device, outside every wait of Shoal.
-    """
-    group, name = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=5)), next(_names)
-    assert isinstance(group, dist.ProcessGroup)
-    board, communicator = FailureBoard(name), Communicator(group, timeout=5)
-    store = dist.distributed_c10d._get_default_store()
+    """A rank fails before a collective of a data axis that the other has given its device."""
+    group = _group_of_seconds()
+    communicator = Communicator(group, timeout=5)
     label = Label(kind="gather", unit="first", index=communicator.register())
-    if communicator.rank == 1:
+    return _heard_within(group, lambda whole: communicator.all_gather(whole, label).wait())
+
+
+def _abandoned_by_a_tensor_rank() -> list[Tensor]:
+    """A rank fails before a collective of a tensor axis that the other has given its device."""
+    group = _group_of_seconds()
+    axis = Axis(group)
+    return _heard_within(group, lambda whole: axis.all_reduce(whole).wait())
+
+
+def _group_of_seconds() -> dist.ProcessGroup:
+    group = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=5))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _heard_within(group: dist.ProcessGroup, collective: Callable[[Tensor], object]) -> list[Tensor]:
+    """Have rank 1 of `group` fail before `collective`: 1 where rank 0 hears why.
+
+    Rank 0 is blocked in a read of the device, outside every wait of Shoal.
+    """
+    name = next(_names)
+    board, store = FailureBoard(name), dist.distributed_c10d._get_default_store()
+    if dist.get_rank(group) == 1:
         board.publish("rank 1: out of memory")
         store.wait([name])
         return [torch.ones(1)]
     whole, heard = torch.ones(64, device=current_device()), 0.0
     try:
-        communicator.all_gather(whole, label).wait()
+        collective(whole)
         whole.cpu()
-        communicator.all_gather(whole, label).wait()
+        collective(whole)
     except RuntimeError as error:
         heard = float("out of memory" in str(error))
     store.set(name, "")
     return [torch.full((1,), heard)]
+
+
+def _loaded() -> list[Tensor]:
+    """A checkpoint is loaded into weights on the host whose copies an evaluation has queued."""
+    model = _layers()
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 3, "log_level": "error", "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": ON_HOST,
+                              "offload_optimizer": ON_HOST}})[0]
+    x = _batch(0, torch.float32).to(engine.device)
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder)
+        engine.wait_for_checkpoint()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        synchronize(current_device())
+        with torch.no_grad():
+            late = engine(x)
+        engine.load_checkpoint(folder)
+        found = late.cpu()
+    engine.destroy()
+    return [found]
 
 
 def _gradients_read() -> list[Tensor]:
@@ -367,6 +408,8 @@ PROGRAMS: dict[str, Program] = {
     "destroyed in backward": Program(ranks=1, run=_destroyed_in_backward),
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
     "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
+    "abandoned by a tensor rank": Program(ranks=2, run=_abandoned_by_a_tensor_rank, has_host_numbers=False),
+    "loaded": Program(ranks=1, run=_loaded),
     "gradients read": Program(ranks=2, run=_gradients_read),
     "pipeline": Program(ranks=2, run=_pipeline),
     "tensor parallel": Program(ranks=2, run=_tensor_parallel),

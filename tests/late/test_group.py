@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.testing import ranks_on, run_ranks
 from tests.late.device import queued, seed
-from tests.late.ranks import prepare
+from tests.late.programs import PROGRAMS, numbers
+from tests.late.ranks import prepare, prepare_staged
 
 DEVICE = "late"
 
@@ -54,8 +58,9 @@ def _every_collective() -> list[list[list[float]]]:
     return [_sums(rank, torch.float32), _sums(rank, torch.bfloat16)]
 
 
-def test_collectives_give_the_numbers_of_the_cpu() -> None:
-    with ranks_on(prepare):
+@pytest.mark.parametrize("group", [prepare, prepare_staged])
+def test_collectives_give_the_numbers_of_the_cpu(group: Callable[[], str]) -> None:
+    with ranks_on(group):
         zero, one = run_ranks(2, _every_collective)
     shared = [[10, 12, 14, 16], [5, 6, 7, 8], [0, 1, 2, 3, 10, 11, 12, 13]]
     listed = [[0, 1, 2, 3], [10, 11, 12, 13], [0, 1, 2, 3]]
@@ -98,3 +103,11 @@ def test_a_blocked_host_does_not_hold_up_a_collective() -> None:
         assert run_ranks(2, _one_rank_waits_elsewhere) == [8, 8]
 
 
+@pytest.mark.parametrize("name", ["sharded", "replicated", "offloaded", "compressed", "pipeline", "tensor parallel"])
+def test_ranks_that_share_a_device_train_through_the_host(name: str) -> None:
+    with ranks_on(prepare):
+        expected = run_ranks(PROGRAMS[name].ranks, numbers, name)
+    with ranks_on(prepare_staged):
+        found = run_ranks(PROGRAMS[name].ranks, numbers, name)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -214,3 +214,34 @@ def test_the_host_waits_for_a_disk_and_not_for_the_copy(tmp_path: Path) -> None:
     with ranks_on(prepare):
         [(behind, right)] = run_ranks(1, _from_a_disk, str(tmp_path))
     assert behind >= 2 + 5 and right, "what was computed, and the copy of each chunk"
+
+
+def _loaded(folder: str, stage: int) -> list[bool]:
+    """Return whether an evaluation before a load, and one after it, have the weights of their time."""
+    model, on_host = _layers(), {"device": "cpu"}
+    engine = shoal.initialize(model=model, config={
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "log_level": "error",
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_param": on_host,
+                              "offload_optimizer": on_host}})[0]
+    x = _inputs()[0].to(engine.device)
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad():
+            return engine(x)
+
+    first = evaluate().cpu()
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    engine.backward(engine(x).square().sum())
+    engine.step()
+    second = evaluate().cpu()
+    late = evaluate()  # copies of its weights may be queued, which the load overwrites where they rest
+    engine.load_checkpoint(folder)
+    return [torch.equal(late.cpu(), second), torch.equal(evaluate().cpu(), first)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_load_waits_for_copies_of_the_weights(stage: int, ranks: int, tmp_path: Path) -> None:
+    with ranks_on(prepare):
+        assert run_ranks(ranks, _loaded, str(tmp_path), stage) == [[True, True]] * ranks

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
+from shoal.compat.parameters import safe_set_full_optimizer_state
 from shoal.testing import ranks_on, run_ranks
 from tests.late.ranks import prepare
 
@@ -50,7 +51,7 @@ def _steps(stage: int, clipping: float, more: dict[str, Any]) -> tuple[list[str]
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **more}
     engine = shoal.initialize(model=model, config=config)[0]
-    inputs = [x.to(engine.device) for x in _inputs()]
+    inputs = [x.to(engine.device, next(model.parameters()).dtype) for x in _inputs()]
     with _Reads() as reads:
         for x in inputs:
             engine.backward(engine(x).square().mean())
@@ -82,3 +83,27 @@ def test_steps_wait_for_nothing_with_clipping_and_without(stage: int, ranks: int
             assert reads == []
             assert found == pytest.approx(sums, rel=1e-3)
             assert found_norm == pytest.approx(norm, rel=1e-3)
+
+
+def _state_written_first() -> set[tuple[str, float]]:
+    """Return the devices and values of the counts of steps of an optimizer whose state was written before its first."""
+    engine = shoal.initialize(model=(model := _model()), config={
+        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "log_level": "error",
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}})[0]
+    safe_set_full_optimizer_state(model[0].weight, torch.full((16, 16), 0.5), "exp_avg_sq")
+    engine.backward(engine(_inputs()[0].to(engine.device)).square().mean())
+    engine.step()
+    steps = [state["step"] for state in engine.optimizer.optimizer.state.values()]
+    return {(step.device.type, step.item()) for step in steps}
+
+
+def test_state_that_is_written_first_serves_a_fused_step() -> None:
+    with ranks_on(prepare):
+        assert run_ranks(1, _state_written_first) == [{("late", 1.0)}]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_step_in_bf16_reads_one_flag_unless_nothing_is_checked(checked: bool) -> None:
+    with ranks_on(prepare):
+        [(reads, _, _)] = run_ranks(1, _steps, 2, 0.1, {"bf16": {"enabled": True, "check_grad_overflow": checked}})
+    assert len(reads) == (STEPS if checked else 0)

@@ -332,8 +332,8 @@ class PipelineEngine(BaseEngine):
     def _mean(self, losses: list[Tensor]) -> Tensor:
         """Return the mean of the `losses` of all data ranks; ranks without the last stage have none."""
         mine = torch.stack([loss.float().reshape(()) for loss in losses]).mean() if losses else torch.zeros(
-            (), dtype=torch.float32, device="cpu")
-        words = _words(torch.stack([mine, mine.new_tensor(bool(losses))])).to(self.device)
+            (), dtype=torch.float32, device=self.device)
+        words = _words(torch.stack([mine, torch.full_like(mine, float(bool(losses)))])).to(self.device)
         rows = self.parameter_groups.world.gather_words(words)
         values = rows.view(torch.float64)
         return (values[:, 0].sum() / values[:, 1].sum()).float().to(self.device)

@@ -56,9 +56,14 @@ def weights_to_save(model: ShardedModel) -> Iterator[Piece]:
 
 
 def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool) -> Iterator[Piece]:
-    """Yield the pieces that rest on this rank, to be filled in place; with `strict` also those that the checkpoint lacks."""
+    """Yield the pieces that rest on this rank, to be filled in place; with `strict` also those that the checkpoint lacks.
+
+    Waits until copies of weights from the host to the device have read them.
+    """
     saved = set(snapshot.names())
     for unit in model.units:
+        with fetched(unit.high_precision, 0, 0, changed=False):
+            pass
         for part in unit.layout.parts(unit.high_precision_range):
             name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"
             if name in saved or strict:
@@ -115,7 +120,7 @@ def moments_to_load(model: ShardedModel, optimizer: ShardedOptimizer, snapshot: 
             elif kind.startswith(NUMBER):
                 state[kind.removeprefix(NUMBER)] = scalar
             else:
-                place = _scalar_device(view, optimizer.optimizer.param_groups[view.group])
+                place = view.number_device(optimizer.optimizer.param_groups[view.group])
                 state[kind.removeprefix(SCALAR)] = torch.tensor(scalar, dtype=dtype, device=place)
         optimizer.optimizer.state[view.parameter] = state
 
@@ -217,12 +222,6 @@ def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts
 
 def _state_dtype(view: MasterView, saved: torch.dtype) -> torch.dtype:
     return view.parameter.dtype if saved.is_floating_point else saved
-
-
-def _scalar_device(view: MasterView, options: Mapping[str, object]) -> torch.device:
-    """Return the device of one number per parameter: the parameter's if a kernel reads the number, else the host."""
-    at_parameter = options.get("fused") or options.get("capturable")
-    return view.parameter.device if at_parameter else torch.device("cpu")
 
 
 def _unsharded(model: ShardedModel) -> Iterator[Piece]:

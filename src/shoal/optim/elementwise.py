@@ -116,7 +116,8 @@ def blank_state(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -
 
 def _keywords(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
     accepted = inspect.signature(optimizer_class).parameters
-    return {keyword: value for keyword, value in defaults.items() if keyword in accepted}
+    # A capturable step refuses the CPU, where probes run; it computes the same.
+    return {keyword: value for keyword, value in defaults.items() if keyword in accepted and keyword != "capturable"}
 
 
 def _same_on_slices(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> bool:

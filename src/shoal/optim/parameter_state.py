@@ -192,8 +192,9 @@ class ParameterState:
         state = inner.state.get(view.parameter)
         if not state:
             blank = blank_state(type(inner), inner.defaults)
-            state = {name: self.unit.state.moment(name, torch.float32)[view.start:view.stop] if value.dim() else value
-                     for name, value in blank.items()}
+            place = view.number_device(inner.param_groups[view.group])
+            state = {name: self.unit.state.moment(name, torch.float32)[view.start:view.stop] if value.dim()
+                     else value.to(place) for name, value in blank.items()}
             if changed:
                 inner.state[view.parameter] = state
         for part in view.parts:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.device import HOST
 from shoal.errors import OptimizerError, UsageError
 from shoal.tier import ResidentSpan, fetched
 from shoal.zero.layout import ALIGNMENT, Part
@@ -58,6 +59,13 @@ class MasterView:
     @property
     def part(self) -> range:
         return range(self.start, self.stop)
+
+    def number_device(self, options: Mapping[str, object]) -> torch.device:
+        """Return the device of state that is one number: the parameter's if a kernel of its group reads it, or the host.
+
+        `options` are those of the group. (torch's fused and capturable steps refuse a number on the host.)
+        """
+        return self.parameter.device if options.get("fused") or options.get("capturable") else HOST
 
     def gradient(self, factor: float | Tensor, *, preserve: bool = False) -> Tensor:
         """Return the reduced gradient of its elements times `factor`, in the master's dtype.

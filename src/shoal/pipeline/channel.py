@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.device import set_current
 from shoal.errors import CollectiveFailed, CollectiveTimeout, ShoalError, StageFailed
 from shoal.pipeline.message import (
     ABORT,
@@ -78,6 +79,7 @@ class ChannelEndpoint(ABC):
         self._timeout = timeout
         self._name = name
         self._label = f"rank {dist.get_rank()}: {name}"
+        self._device = device
         self._stream = side_stream(device)
         self._thread = threading.Thread(target=self._run, name=f"shoal-pipeline {name}", daemon=True)
         _close_all_at_exit()
@@ -101,6 +103,7 @@ class ChannelEndpoint(ABC):
             self._thread.join(1)
 
     def _run(self) -> None:
+        set_current(self._device)  # of a new thread the first device is current
         with self._stream.use():
             while self._run_next():
                 pass

@@ -25,6 +25,7 @@ from shoal.recording import Call, over
 from shoal.tensor_parallel.shared_memory import SLOT_BYTES, SharedMemoryRing, open_ring
 from shoal.transport.collectives import CHUNK_BYTES, Communicator, eager, native_all_gather, native_reduce_scatter, traffic
 from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
+from shoal.transport.native_watch import launched_collectives
 from shoal.transport.reduction import Reduction
 
 __all__ = ["Axis", "PendingTensor", "eager"]
@@ -46,6 +47,7 @@ class Axis:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
+        self._launched = launched_collectives(group)
         self._ring_opened = False
         self._ring: SharedMemoryRing | None = None
 
@@ -174,11 +176,18 @@ class Axis:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
 
     def _wait_for(self, work: dist.Work | None) -> _Finish:
-        """Return a function that waits for `work`, and that a published failure aborts."""
+        """Return a function that waits for `work`, and that a published failure aborts, as it does the work of a device."""
+        launched = self._launched
+        number = None if launched is None or work is None else launched.add(work)
+
         def finish() -> None:
             with interruptible_wait(partial(abort_waits, self.group)):
                 if work is not None:
                     work.wait()
+            if launched is not None and number is not None:
+                if launched.aborted:
+                    raise RuntimeError("the collectives of the device were aborted")
+                launched.waited(number)
 
         return finish
 

@@ -36,7 +36,7 @@ from shoal.recording import Call, Traffic, Watched, over, traffic
 from shoal.recording.call import Handle
 from shoal.transport.failure_board import abort_waits, interruptible_wait, peer_failed
 from shoal.transport.gloo_threads import let_ranks_go_first
-from shoal.transport.native_watch import IssuedOrder, LaunchedCollectives, first_difference
+from shoal.transport.native_watch import IssuedOrder, first_difference, is_native, launched_collectives
 from shoal.transport.peer_memory import PeerMemory, PeerTransfer, peer_memory_of
 from shoal.transport.reduction import DONE, Reduction, chunks, sum_addends
 from shoal.transport.stalemate import Awaited
@@ -115,14 +115,14 @@ class Communicator:
         """The most elements of a buffer in one chunk of a gather, over all ranks."""
         self.reduce_elements = reduce_elements
         """The most elements of a buffer in one chunk of a reduction, over all ranks."""
-        self.native = any(not each.endswith(":gloo") for each in dist.get_backend_config(group).split(","))
+        self.native = is_native(group)
         self._gloo_on_host = not self.native or "cpu:gloo" in dist.get_backend_config(group)
         self.words_device = HOST if self._gloo_on_host else current_device()
         """Where the few numbers are that ranks exchange: on the host where the group has a backend for that."""
         self.direct_bytes = direct_bytes
         """Messages of at least so many bytes between ranks of one machine go through peer memory; None: no message."""
         self.step = 0
-        self._launched = LaunchedCollectives(group) if self.native and self.ranks > 1 else None
+        self._launched = launched_collectives(group)
         self._order = IssuedOrder()
         self._begun = _begun.setdefault(group, Counter())
         self._finish_dropped()
@@ -170,12 +170,17 @@ class Communicator:
         A device reads `own` in the stream of its collectives: it may be written to, or freed, after the wait.
         """
         self._check(label, full)
+        if self.ranks == 1:
+            if own is not None:
+                full.copy_(own)
+            return DONE
         span = full.numel() // self.ranks
         call = traffic.count(label.kind, span * full.element_size() * (self.ranks - 1), op="all_gather", of=full,
                              ranks=self.members, what=label)
         if self.native:
             own = full[self.rank * span:(self.rank + 1) * span] if own is None else own
-            return _watched(self._launch(label, partial(native_all_gather, full, own, self.group, async_op=True)), call)
+            launch = partial(native_all_gather, _real(full), _real(own), self.group, async_op=True)
+            return _watched(self._launch(label, launch), call)
         spans = full.view(self.ranks, span)
         if own is not None:
             spans[self.rank].copy_(own)
@@ -200,7 +205,7 @@ class Communicator:
         spans = source.view(self.ranks, span)
         if self.native:
             total = staging[:span]
-            launch = partial(native_reduce_scatter, total, source, group=self.group, async_op=True)
+            launch = partial(native_reduce_scatter, _real(total), _real(source), group=self.group, async_op=True)
             transfer = _watched(self._launch(label, launch), call)
             return Reduction(transfer, [total], target, scale, accumulate, self.chunk_bytes)
         peers = self._peers()
@@ -250,14 +255,14 @@ class Communicator:
         return rows[:, :-1]
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Copy the contiguous `tensor` of rank `source` of this group to every rank. Blocks."""
+        """Copy the contiguous `tensor` of rank `source` of this group to every rank, of whatever dtype. Blocks."""
         if self.ranks == 1:
             return
         self._check(f"broadcast of {what}", tensor)
         size = tensor.numel() * tensor.element_size() if self.rank == source else 0
         call = traffic.count("broadcast", size, op="broadcast", of=tensor, ranks=self.members, what=what)
         try:
-            work = dist.broadcast(tensor, dist.get_global_rank(self.group, source), self.group, async_op=True)
+            work = dist.broadcast(_bytes_of(tensor), dist.get_global_rank(self.group, source), self.group, async_op=True)
             with self.interruptible_wait():
                 if work is not None:
                     over(call, work.wait if self.native else partial(work.wait, self.timeout))
@@ -282,7 +287,7 @@ class Communicator:
 
         `owners` gives the shape and dtype for each rank that has a `tensor`; other ranks pass None.
         """
-        device = current_device() if self.native else HOST
+        device = self.words_device
         parts: list[Tensor] = []
         try:
             if self.rank == 0:
@@ -293,12 +298,12 @@ class Communicator:
                     else:
                         part = torch.empty(shape, dtype=dtype, device=device)
                         with self.interruptible_wait():
-                            self.group.recv([part], peer, _COLLECT).wait(self.timeout)
+                            self.group.recv([_bytes_of(part)], peer, _COLLECT).wait(self.timeout)
                         parts.append(part.cpu())
             elif self.rank in owners and tensor is not None:
                 traffic.count("collect", tensor.numel() * tensor.element_size())
                 with self.interruptible_wait():
-                    self.group.send([tensor.contiguous().to(device)], 0, _COLLECT).wait(self.timeout)
+                    self.group.send([_bytes_of(tensor.contiguous().to(device))], 0, _COLLECT).wait(self.timeout)
         except RuntimeError as error:
             raise self.failure("collecting the state dict", error) from error
         return parts
@@ -331,6 +336,8 @@ class Communicator:
 
     def _gather_whole(self, tensor: Tensor, what: str, tag: int) -> Tensor:
         """Return the 1-D `tensor` (n,) of every rank as (ranks, n)."""
+        if self.ranks == 1:
+            return tensor[None].clone()
         out = tensor.new_empty((self.ranks, tensor.numel()))
         if self.native and (on_accelerator(tensor) or not self._gloo_on_host):
             self._launch(what, partial(native_all_gather, out.view(-1), tensor, self.group, async_op=True)).wait()
@@ -366,6 +373,16 @@ class Communicator:
         if len(set(issued)) > 1:
             raise RanksDisagree(f"step {self.step}: ranks issue different collectives: " +
                                 "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(issued)))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a 1-D tensor; of a complex one real and imaginary parts in turn, for backends have no complex dtypes."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes (n,): backends lack some dtypes, such as int16."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _watched(handle: Handle, call: Call | None) -> Handle:

@@ -16,23 +16,39 @@ import zlib
 from collections import deque
 from contextlib import suppress
 from itertools import zip_longest
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
 from shoal.device import DeviceEvent, current_device, on_accelerator
 from shoal.transport.failure_board import OldestWait, abort_waits, interruptible_wait, watch_oldest
 
-__all__ = ["IssuedOrder", "LaunchedCollectives", "first_difference"]
+__all__ = ["IssuedOrder", "LaunchedCollectives", "first_difference", "is_native", "launched_collectives"]
 
 _REMEMBERED = 4096
 """Names that a rank keeps for the error; the checksum is of all."""
+
+
+_of_group: WeakKeyDictionary[dist.ProcessGroup, LaunchedCollectives] = WeakKeyDictionary()
+
+
+def is_native(group: dist.ProcessGroup) -> bool:
+    """Whether a device has collectives of its own in the group."""
+    return any(not each.endswith(":gloo") for each in dist.get_backend_config(group).split(","))
+
+
+def launched_collectives(group: dist.ProcessGroup) -> LaunchedCollectives | None:
+    """Return those of `group`, which its communicators and tensor axes share; None of one rank, and where all are gloo's."""
+    if not is_native(group) or dist.get_world_size(group) == 1:
+        return None
+    return _of_group.get(group) or _of_group.setdefault(group, LaunchedCollectives(group))
 
 
 class LaunchedCollectives(OldestWait):
     """The collectives of one group that this rank has given to a device, in order."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+        self._group = ref(group)
         self._running: dict[int, dist.Work | DeviceEvent] = {}
         """The work or event that tells the end of each collective, by the number of its launch."""
         self._launches = 0
@@ -77,9 +93,11 @@ class LaunchedCollectives(OldestWait):
         self.aborted = True
         with self._lock:
             self._running.clear()
+        group = self._group()
+        assert group is not None, "its caller holds the group of a wait"
         with suppress(RuntimeError):  # a backend that cannot: its own timeout ends it
-            self._group._get_backend(current_device()).abort()  # pyright: ignore[reportPrivateUsage]  no public name
-        abort_waits(self._group)
+            group._get_backend(current_device()).abort()  # pyright: ignore[reportPrivateUsage]  no public name
+        abort_waits(group)
 
 
 def _has_ended(end: dist.Work | DeviceEvent) -> bool:
