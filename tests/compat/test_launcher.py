@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 from shoal.compat import ranks_command
 from shoal.compat.deepspeed.launcher import launch, launcher_helper, multinode_runner, runner
 from shoal.errors import NotSupportedYet
+from shoal.log import logger
 
 HOSTS = OrderedDict([("w0", [0, 1, 2, 3]), ("w1", [0, 1])])
 
@@ -135,6 +137,17 @@ def test_visible_devices_are_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     found, options = command_of(monkeypatch, "train.py")
     assert (found[:2], options["devices"]) == (["--ranks", "2"], [3, 1])
+
+
+@pytest.mark.parametrize(("words", "warns"), [
+    ("", True), ("--log_level warning", True), ("--log_level error", False), ("-q", False)])
+def test_a_quiet_command_does_not_warn(monkeypatch, capsys, words: str, warns: bool) -> None:
+    level = logger.level
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])
+    command_of(monkeypatch, f"{words} --num_gpus 1 train.py")
+    assert ("no hostfile /job/hostfile" in capsys.readouterr().err) is warns
+    assert logger.level == level
 
 
 def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from shoal.compat.deepspeed.launcher.multinode_runner import (
     PDSHRunner,
     SlurmRunner,
 )
+from shoal.compat.deepspeed.utils.logging import get_log_level_from_string, log_levels
 from shoal.errors import NotSupportedYet, ShoalError
 from shoal.log import logger
 
@@ -94,8 +95,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--bind_core_list", default=None, help="the cores to share, such as 0-7,16")
     add("--ssh_port", type=int, default=None, help="port of ssh")
     add("--venv_script", default=None, help="script that each node sources first")
-    add("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"], help="messages to show")
-    add("-q", "--quiet", action="store_true", help="show errors alone")
+    add("--log_level", default="info", choices=list(log_levels), help="least level of this command's own messages; ranks "
+        "and `shoal run`, which report failures, are not affected")
+    add("-q", "--quiet", action="store_true", help="--log_level error")
     add("user_script", help="the script, module or program")
     add("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser.parse_args(args)
@@ -215,6 +217,11 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises ValueError and RuntimeError as published for wrong options, and `NotSupportedYet` for what is not built.
     """
     options = parse_args(args)
+    with messages_from("error" if options.quiet else options.log_level):
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.elastic_training and options.no_local_rank:
         raise ValueError("--elastic_training: ranks change at a restart, and are told theirs; drop --no_local_rank")
     if options.module and options.no_python:
@@ -228,6 +235,17 @@ def main(args: Sequence[str] | None = None) -> None:
         _run_on_hosts(options, active)
     else:
         _run_here(options, active, 0)
+
+
+@contextmanager
+def messages_from(level: str) -> Generator[None]:
+    """Have the library log messages of this level and above, while the command runs."""
+    before = logger.level
+    logger.setLevel(get_log_level_from_string(level))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def command() -> int:
