@@ -139,6 +139,23 @@ def test_visible_devices_are_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found[:2], options["devices"]) == (["--ranks", "2"], [3, 1])
 
 
+@pytest.mark.parametrize("visible", ["GPU-8932f937,GPU-1", "MIG-8932f937, MIG-GPU-1/1/0", "0,GPU-1"])
+def test_devices_that_have_names_stay_visible_as_they_are(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found, options = command_of(monkeypatch, "train.py")
+    assert (found[:2], options["devices"]) == (["--ranks", "2"], None)
+    with pytest.raises(ValueError, match=r"^--force_multi: CUDA_VISIBLE_DEVICES=.*GPU-1.* names devices, and hosts get"):
+        runner.main(["--force_multi", "train.py"])
+
+
+@pytest.mark.parametrize(("words", "option"), [("-i localhost:0", "--include or --exclude"), ("--num_gpus 1", "--num_gpus")])
+def test_an_option_that_selects_devices_says_so(monkeypatch, caplog, words: str, option: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    _, options = command_of(monkeypatch, f"{words} train.py")
+    assert options["devices"] == [0]
+    assert f"CUDA_VISIBLE_DEVICES=3 is ignored: {option} selects the devices" in caplog.text
+
+
 @pytest.mark.parametrize(("words", "warns"), [
     ("", True), ("--log_level warning", True), ("--log_level error", False), ("-q", False)])
 def test_a_quiet_command_does_not_warn(monkeypatch, capsys, words: str, warns: bool) -> None:

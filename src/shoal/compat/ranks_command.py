@@ -28,9 +28,9 @@ def exports_file() -> str:
     return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
-def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES, None where it is not set or empty."""
-    return os.environ.get(VISIBLE) or None
+def visible_devices() -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES, each a device: a number, or a name such as GPU-UUID or MIG-UUID."""
+    return [entry.strip() for entry in os.environ.get(VISIBLE, "").split(",") if entry.strip()]
 
 
 def variables() -> dict[str, str]:
@@ -98,7 +98,8 @@ def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, n
         ranks: int, variables: Mapping[str, str] | None = None) -> int:
     """Run the command to its end and return its exit code, 128 + N where signal N ended it.
 
-    `devices` are those that the ranks may see, and `variables` are set beside this process's.
+    `devices` are those that the ranks may see (None: those that this process sees), and `variables` are set beside this
+    process's.
     """
     shown = {} if devices is None else {VISIBLE: ",".join(map(str, devices))}
     job = {"LOCAL_SIZE": str(ranks), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}

@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +175,23 @@ def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequ
     raise NotSupportedYet("deepspeed --autotuning: is not supported yet; `shoal config show` prices a configuration")
 
 
-def job_resources(options: argparse.Namespace) -> tuple[Resources, bool]:
-    """Return the slots of each host that the job uses, and whether the multi-node back end is to start them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResources:
+    """The slots of each host that a job uses."""
+
+    active: Resources
+    several: bool
+    """Whether the multi-node back end is to start them."""
+    named: bool
+    """Whether CUDA_VISIBLE_DEVICES has the names of this machine's devices: slots then count its entries."""
+
+
+def job_resources(options: argparse.Namespace) -> JobResources:
+    """Return the slots of each host that the job uses.
 
     Raises ValueError for options that exclude each other, and RuntimeError where this machine has no device.
     """
-    pool = fetch_hostfile(options.hostfile)
+    pool, named = fetch_hostfile(options.hostfile), False
     filtered = bool(options.include or options.exclude)
     if filtered and (options.num_nodes >= 0 or options.num_gpus >= 0):
         raise ValueError("Cannot specify num_nodes/gpus with include/exclude")
@@ -187,21 +199,33 @@ def job_resources(options: argparse.Namespace) -> tuple[Resources, bool]:
         active = parse_inclusion_exclusion(pool, options.include, options.exclude)
     elif options.num_nodes > 1:
         raise ValueError(f"--num_nodes {options.num_nodes}: Num nodes is >1 but no extra nodes available via hostfile")
+    elif visible := _selected_devices(options, filtered):
+        named = not all(device.isdecimal() for device in visible)
+        active = OrderedDict({LOCALHOST: list(range(len(visible))) if named else [int(device) for device in visible]})
     else:
-        active = _local_resources(options, filtered)
+        active = _local_resources(options)
     active = apply_num_nodes_and_gpus(active, options.num_nodes, options.num_gpus)
     if not active:
         raise ValueError("--include, --exclude: no slot is left to run on")
-    return active, options.force_multi or len(active) > 1
+    several = options.force_multi or len(active) > 1
+    if named and several:
+        raise ValueError(f"--force_multi: CUDA_VISIBLE_DEVICES={','.join(ranks_command.visible_devices())} names devices, "
+                         "and hosts get the numbers of theirs; set it to numbers, or drop --force_multi")
+    return JobResources(active=active, several=several, named=named)
 
 
-def _local_resources(options: argparse.Namespace, filtered: bool) -> Resources:
-    """Return the slots of this machine: those of the filters, else of CUDA_VISIBLE_DEVICES, else all."""
+def _selected_devices(options: argparse.Namespace, filtered: bool) -> list[str]:
+    """Return the devices of CUDA_VISIBLE_DEVICES; none where an option selects those of the job."""
     visible = ranks_command.visible_devices()
-    if filtered and visible is not None:
-        logger.warning("CUDA_VISIBLE_DEVICES=%s is ignored: --include or --exclude selects the devices", visible)
-    elif visible is not None:
-        return OrderedDict({LOCALHOST: [int(slot) for slot in visible.split(",")]})
+    if visible and (filtered or options.num_gpus > 0):
+        logger.warning("CUDA_VISIBLE_DEVICES=%s is ignored: %s selects the devices", ",".join(visible),
+                       "--include or --exclude" if filtered else "--num_gpus")
+        return []
+    return visible
+
+
+def _local_resources(options: argparse.Namespace) -> Resources:
+    """Return the slots of this machine that the filters leave of all, or of those that --num_gpus counts."""
     count = options.num_gpus if options.num_gpus > 0 else ranks_command.device_count()
     if count == 0:
         raise RuntimeError("Unable to proceed, no GPU resources available")
@@ -226,15 +250,15 @@ def _run(options: argparse.Namespace) -> None:
         raise ValueError("--elastic_training: ranks change at a restart, and are told theirs; drop --no_local_rank")
     if options.module and options.no_python:
         raise ValueError("--module and --no_python: the script cannot be both a module and a program; drop one")
-    active, several = job_resources(options)
+    resources = job_resources(options)
     if options.autotuning:
-        run_autotuning(options, active)
+        run_autotuning(options, resources.active)
     if options.no_ssh:
-        _run_here(options, active, options.node_rank)
-    elif several:
-        _run_on_hosts(options, active)
+        _run_here(options, resources, options.node_rank)
+    elif resources.several:
+        _run_on_hosts(options, resources.active)
     else:
-        _run_here(options, active, 0)
+        _run_here(options, resources, 0)
 
 
 @contextmanager
@@ -258,9 +282,9 @@ def command() -> int:
     return 0
 
 
-def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None:
+def _run_here(options: argparse.Namespace, resources: JobResources, node: int) -> None:
     """Run the ranks of node `node` on this machine. With `--no_ssh` the user starts the others, and all meet."""
-    hosts = list(active)
+    hosts = list(resources.active)
     assert 0 <= node < len(hosts), f"--node_rank: got {node}; with --no_ssh give this node's number, 0 to {len(hosts) - 1}"
     if len(hosts) > 1 and not options.master_addr:
         raise NotSupportedYet("deepspeed --no_ssh: the address of the first node is not looked up over ssh yet; give "
@@ -272,13 +296,14 @@ def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None
                  "--rendezvous", f"{options.master_addr}:{options.master_port}", "--node-rank", str(node)]
     elif options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more += ["--port", str(options.master_port)]
-    slots = active[hosts[node]]
+    slots = resources.active[hosts[node]]
     words = ranks_command.command(
         options.user_script, options.user_args, ranks=len(slots), module=options.module, program=options.no_python,
         local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, core_list=options.bind_core_list,
         log_dir=_log_dir(options), more=more)
     with _pid_file(options.save_pid):
-        code = ranks_command.run(words, devices=slots, node=node, nodes=len(hosts), ranks=len(slots))
+        code = ranks_command.run(words, devices=None if resources.named else slots, node=node, nodes=len(hosts),
+                                 ranks=len(slots))
     if code:
         raise SystemExit(code)
 
