@@ -20,6 +20,7 @@ import pytest
 from shoal.compat import ranks_command
 from shoal.compat.deepspeed.launcher import launch, launcher_helper, multinode_runner, runner
 from shoal.errors import NotSupportedYet
+from shoal.launch import cli
 from shoal.log import logger
 
 HOSTS = OrderedDict([("w0", [0, 1, 2, 3]), ("w1", [0, 1])])
@@ -179,13 +180,28 @@ def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatc
     assert found[:6] == ["--ranks", "1", "--max-restarts", "100", "--port", "29511"]
 
 
-def test_an_elastic_job_over_ssh_keeps_its_number_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "given"), [
+    ("", ["--nodes", "1:3"]), ("--min_elastic_nodes 2", ["--nodes", "2:3"]), ("--min_elastic_nodes 3", []),
+    ("--min_elastic_nodes 2 --max_elastic_nodes 2", ["--nodes", "2"]),
+])  # fmt: skip
+def test_an_elastic_job_goes_on_with_fewer_hosts(monkeypatch, tmp_path: Path, nodes: str, given: list[str]) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\n")
+    words = f"-H {tmp_path}/hosts --elastic_training {nodes} train.py"
+    found, _ = command_of(monkeypatch, words)
+    before = ["--max-restarts", "100", "--hosts", "a:0@b:0@c:0", "--launcher", "pdsh"]
+    assert found[:len(before) + len(given)] == [*before, *given]
+    assert ("--nodes" in found) is bool(given)
+    monkeypatch.setattr(ranks_command, "run", lambda words, **options: cli.main([*words[3:4], "--dry-run", *words[4:]]))
+    runner.main([*words.split()[:-1], __file__])  # `shoal run` takes it
+
+
+def test_a_launcher_that_ends_all_hosts_refuses_a_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    words = f"-H {tmp_path}/hosts --elastic_training --min_elastic_nodes {{}} train.py"
-    with pytest.raises(NotSupportedYet, match="on each node with --no_ssh"):
-        runner.main(words.format(1).split())
-    found, _ = command_of(monkeypatch, words.format(2))
-    assert found[:4] == ["--max-restarts", "100", "--hosts", "a:0@b:0"]
+    words = f"-H {tmp_path}/hosts --elastic_training --launcher openmpi {{}} train.py"
+    with pytest.raises(NotSupportedYet, match=r"where one is lost; use --launcher pdsh, or give --min_elastic_nodes 2"):
+        runner.main(words.format("").split())
+    found, _ = command_of(monkeypatch, words.format("--min_elastic_nodes 2"))
+    assert found[:6] == ["--max-restarts", "100", "--hosts", "a:0@b:0", "--launcher", "openmpi"]
 
 
 def test_several_hosts_are_those_of_shoal_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

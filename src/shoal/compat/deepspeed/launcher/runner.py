@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal.cluster import hostfile
 from shoal.cluster.hostfile import Host
+from shoal.cluster.launchers import LAUNCHERS
 from shoal.compat import ranks_command
 from shoal.compat.deepspeed.launcher import multinode_runner
 from shoal.compat.deepspeed.launcher.constants import (
@@ -313,11 +314,14 @@ def _run_on_hosts(options: argparse.Namespace, active: Resources) -> None:
     multinode_runner.make_runner(options, encode_world_info(active), active)  # raises for what a launcher cannot honour
     exports = ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME, EXCLUDE_ENVS)
     hosts = "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in active.items())
-    more = [*_elastic_words(options), "--hosts", hosts, "--launcher", options.launcher.lower()]
-    if _elastic_nodes(options, len(active)) != (len(active), len(active)):
-        raise NotSupportedYet("deepspeed --elastic_training: a job that is started over ssh ends with a lost host, and does "
-                              "not go on with fewer; start the command on each node with --no_ssh, --node_rank and "
-                              f"--master_addr, or give --min_elastic_nodes {len(active)} --max_elastic_nodes {len(active)}")
+    fewest, most = _elastic_nodes(options, len(active))
+    launcher = LAUNCHERS[options.launcher.lower()]
+    if fewest < most and not launcher.survives:
+        raise NotSupportedYet(f"deepspeed --elastic_training --launcher {launcher.name}: it ends all hosts where one is "
+                              f"lost; use --launcher pdsh, or give --min_elastic_nodes {most} --max_elastic_nodes {most}")
+    more = [*_elastic_words(options), "--hosts", hosts, "--launcher", launcher.name]
+    if fewest < len(active):
+        more += ["--nodes", str(most) if fewest == most else f"{fewest}:{most}"]
     if options.master_addr or options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more += ["--rendezvous", f"{options.master_addr}:{options.master_port}"]
     for option, value in (("--launcher-args", options.launcher_args), ("--ssh-port", options.ssh_port),
