@@ -1,5 +1,6 @@
 """The command line explains itself and rejects invalid input before any process starts."""
 
+import os
 import subprocess
 import sys
 
@@ -31,6 +32,15 @@ def test_no_command_prints_the_help(capsys):
 def test_the_version_is_the_packages(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"shoal {__version__}\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_words_that_are_no_text_are_shown_with_escapes(encoding):
+    command = [sys.executable, "-m", "shoal", "run", "--dry-run", "--hosts", "a:0", __file__, b"\xff", "\u00e9"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHON\udcff": ""}, capture_output=True,
+                          check=True)
+    assert rb"'\udcff' " in done.stdout
+    assert rb"PYTHON\udcff" in done.stdout
 
 
 def test_a_mistyped_command_suggests_the_nearest_one(capsys):

@@ -8,6 +8,7 @@ another way ends with the exit code of `shoal run`. From its second start on the
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import signal
@@ -88,12 +89,12 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"{option}: got {value!r}; a directive is one line")
     if not Path(args.script).exists():
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
-    text = script(args)
+    text = os.fsencode(script(args))  # words that are no text arrive byte for byte
     if args.output is None:
-        sys.stdout.write(text)
+        sys.stdout.buffer.write(text)
     else:
         try:
-            Path(args.output).write_text(text)
+            Path(args.output).write_bytes(text)
         except OSError as error:
             raise LaunchError(f"--output {args.output}: cannot be written: {error.strerror}; give another file") from None
     return 0
