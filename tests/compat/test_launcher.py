@@ -302,9 +302,10 @@ def test_variables_that_a_cluster_sets_for_a_node_stay_there(monkeypatch: pytest
 
 def test_variables_for_other_nodes_come_from_names_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    (tmp_path / ".deepspeed_env").write_text("A=1=2\n")
+    (tmp_path / ".deepspeed_env").write_bytes(b"A=1=2\nB=\xff\x0c\xe2\x80\xa8c\n")
     found = ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env", {})
     assert (found["NCCL_DEBUG"], found["A"], found["PYTHONPATH"].split(":")[0]) == ("INFO", "1=2", os.getcwd())
+    assert os.fsencode(found["B"]) == b"\xff\x0c\xe2\x80\xa8c", "a value arrives byte for byte"
     (tmp_path / ".deepspeed_env").write_text("\n")
     with pytest.raises(ValueError, match="write NAME=VALUE"):
         ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env", {})

@@ -50,11 +50,12 @@ def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str,
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), found.get("PYTHONPATH")]))
     for file in (Path(folder) / file_name for folder in folders):
         if file.is_file():
-            for line in file.read_text().splitlines():
-                name, equals, value = line.partition("=")
-                if not equals:
-                    raise ValueError(f"{file}: got the line {line!r}; write NAME=VALUE")
-                found[name] = value
+            with file.open(encoding="utf-8", errors="surrogateescape") as lines:  # as variables are in `os.environ`
+                for line in lines:
+                    name, equals, value = line.rstrip("\n").partition("=")
+                    if not equals:
+                        raise ValueError(f"{file}: got the line {line!r}; write NAME=VALUE")
+                    found[name] = value
     return found
 
 
