@@ -96,7 +96,8 @@ def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):
     assert main(["doctor", "no-such-job"]) == 2
     assert "no job, process or folder 'no-such-job' on" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "no job with these logs has failed" in capsys.readouterr().err
+    assert f"{tmp_path}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or its " in (
+        capsys.readouterr().err)
 
 
 def test_a_report_survives_copies_that_go_and_text_that_is_none(run, script, tmp_path, monkeypatch):

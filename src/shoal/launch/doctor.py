@@ -137,9 +137,10 @@ def _report(folder: Path) -> str:
     """Return the reports of a job that has ended, the earliest first. Raises `UsageError` where the folder has none."""
     reports = sorted(folder.glob(REPORTS), key=os.path.getmtime)  # the cause is likely to be the first
     if not reports:
-        raise UsageError(f"{folder}: has no {REPORT}, so no job with these logs has failed; give the name or a process of a "
-                         f"job that runs: {_known()}")
-    return "\n".join(report.read_text() for report in reports)
+        raise UsageError(f"{folder}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or "
+                         "its launcher was killed before it could leave a report; give the name or a process of a job that "
+                         f"runs: {_known()}")
+    return "\n".join(report.read_text(encoding="utf-8") for report in reports)
 
 
 def _find(target: str | None) -> tuple[Path, JobRecord]:
