@@ -157,6 +157,16 @@ def test_an_option_that_selects_devices_says_so(monkeypatch, caplog, words: str,
     assert f"CUDA_VISIBLE_DEVICES=3 is ignored: {option} selects the devices" in caplog.text
 
 
+@pytest.mark.parametrize(("words", "needs"), [
+    ("--bind_core_list 0", "--bind_cores_to_rank"), ("--max_elastic_nodes 1", "--elastic_training"),
+    ("--venv_script v", "hosts that this command starts"), ("--bind_core_list 0 --bind_cores_to_rank", None),
+])  # fmt: skip
+def test_an_option_without_effect_is_named(monkeypatch, caplog, words: str, needs: str | None) -> None:
+    command_of(monkeypatch, f"--num_gpus 1 {words} train.py")
+    warned = [text for text in caplog.messages if "has no effect" in text]
+    assert warned == ([] if needs is None else [f"{words.split()[0]}: has no effect without {needs}"])
+
+
 @pytest.mark.parametrize(("words", "warns"), [
     ("", True), ("--log_level warning", True), ("--log_level error", False), ("-q", False)])
 def test_a_quiet_command_does_not_warn(monkeypatch, capsys, words: str, warns: bool) -> None:

@@ -52,9 +52,9 @@ def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str,
         if file.is_file():
             with file.open(encoding="utf-8", errors="surrogateescape") as lines:  # as variables are in `os.environ`
                 for line in lines:
-                    name, equals, value = line.rstrip("\n").partition("=")
+                    name, equals, value = line.removesuffix("\n").partition("=")
                     if not equals:
-                        raise ValueError(f"{file}: got the line {line!r}; write NAME=VALUE")
+                        raise ValueError(f"{file}: got the line {name!r}; write NAME=VALUE")
                     found[name] = value
     return found
 

@@ -87,7 +87,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_python", action="store_true", help="execute the script itself, without python")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     add("--no_ssh", action="store_true", help="this command is started on each node by hand, with --node_rank")
-    add("--no_ssh_check", action="store_true", help="skip the test of connections")
+    add("--no_ssh_check", action="store_true", help="accepted: there is no test of connections but the start")
     add("--force_multi", action="store_true", help="use the multi-node back end for one node too")
     add("--save_pid", action="store_true", help="write the process id of the launcher to /tmp/PID.deepspeed")
     add("--enable_each_rank_log", default="None", metavar="DIR", help="write the output of each rank to files in DIR")
@@ -173,7 +173,7 @@ def encode_world_info(world_info: Mapping[str, int | Sequence[int]]) -> str:
 
 def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> None:
     """Raise `NotSupportedYet`."""
-    raise NotSupportedYet("deepspeed --autotuning: is not supported yet; `shoal config show` prices a configuration")
+    raise NotSupportedYet("--autotuning: is not supported yet; `shoal config show` prices a configuration")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +252,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.module and options.no_python:
         raise ValueError("--module and --no_python: the script cannot be both a module and a program; drop one")
     resources = job_resources(options)
+    _warn_of_unused(options, hosts=resources.several and not options.no_ssh)
     if options.autotuning:
         run_autotuning(options, resources.active)
     if options.no_ssh:
@@ -260,6 +261,20 @@ def _run(options: argparse.Namespace) -> None:
         _run_on_hosts(options, resources.active)
     else:
         _run_here(options, resources, 0)
+
+
+def _warn_of_unused(options: argparse.Namespace, *, hosts: bool) -> None:
+    """Warn of options that have no effect; `hosts` says whether this command starts the hosts of the job."""
+    elastic, far = options.elastic_training, "hosts that this command starts"
+    for option, given, met, needs in (
+            ("--bind_core_list", options.bind_core_list is not None, options.bind_cores_to_rank, "--bind_cores_to_rank"),
+            ("--min_elastic_nodes", options.min_elastic_nodes >= 0, elastic, "--elastic_training"),
+            ("--max_elastic_nodes", options.max_elastic_nodes >= 0, elastic, "--elastic_training"),
+            ("--node_rank", options.node_rank >= 0, options.no_ssh, "--no_ssh"),
+            ("--launcher_args", options.launcher_args, hosts, far), ("--ssh_port", options.ssh_port, hosts, far),
+            ("--venv_script", options.venv_script, hosts, far)):
+        if given and not met:
+            logger.warning("%s: has no effect without %s", option, needs)
 
 
 @contextmanager
@@ -288,8 +303,7 @@ def _run_here(options: argparse.Namespace, resources: JobResources, node: int) -
     hosts = list(resources.active)
     assert 0 <= node < len(hosts), f"--node_rank: got {node}; with --no_ssh give this node's number, 0 to {len(hosts) - 1}"
     if len(hosts) > 1 and not options.master_addr:
-        raise NotSupportedYet("deepspeed --no_ssh: the address of the first node is not looked up over ssh yet; give "
-                              "--master_addr")
+        raise NotSupportedYet("--no_ssh: the address of the first node is not looked up over ssh yet; give --master_addr")
     more = _elastic_words(options)
     fewest, most = _elastic_nodes(options, len(hosts))
     if len(hosts) > 1:
@@ -317,8 +331,8 @@ def _run_on_hosts(options: argparse.Namespace, active: Resources) -> None:
     fewest, most = _elastic_nodes(options, len(active))
     launcher = LAUNCHERS[options.launcher.lower()]
     if fewest < most and not launcher.survives:
-        raise NotSupportedYet(f"deepspeed --elastic_training --launcher {launcher.name}: it ends all hosts where one is "
-                              f"lost; use --launcher pdsh, or give --min_elastic_nodes {most} --max_elastic_nodes {most}")
+        raise NotSupportedYet(f"--elastic_training --launcher {launcher.name}: it ends all hosts where one is lost; use "
+                              f"--launcher pdsh, or give --min_elastic_nodes {most} --max_elastic_nodes {most}")
     more = [*_elastic_words(options), "--hosts", hosts, "--launcher", launcher.name]
     if fewest < len(active):
         more += ["--nodes", str(most) if fewest == most else f"{fewest}:{most}"]
