@@ -104,6 +104,11 @@ def test_a_script_that_cannot_be_is_refused(capsys, words, message):
     assert f"shoal sbatch: {message}" in capsys.readouterr().err
 
 
+def test_a_module_is_started_as_one(capsys):
+    assert main(["sbatch", "--ranks", "1", "-m", "json.tool", "-m"]) == 0
+    assert ' --grace 90 --module json.tool -m "${more[@]}" &' in capsys.readouterr().out
+
+
 def test_words_that_are_no_text_arrive_byte_for_byte(tmp_path):
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     command = [sys.executable, "-m", "shoal", "sbatch", "--ranks", "1"]

@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal sbatch`."""
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (1)")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks on each node")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
     parser.add_argument("--name", default="shoal", help="name of the job (shoal)")
     parser.add_argument("--time", metavar="LIMIT", help="time limit of one start, such as 4:00:00")
     parser.add_argument("--grace", type=int, default=90, metavar="SECONDS",
@@ -87,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             ("--directive", each) for each in args.directive)):
         if "\n" in value:
             raise UsageError(f"{option}: got {value!r}; a directive is one line")
-    if not Path(args.script).exists():
+    if not args.module and not Path(args.script).exists():
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
     text = os.fsencode(script(args))  # words that are no text arrive byte for byte
     if args.output is None:
@@ -108,7 +109,8 @@ def script(args: argparse.Namespace) -> str:
     directives += [f"--time={_quoted(args.time)}"] if args.time else []
     directives += args.directive
     command = [sys.executable, "-m", "shoal", "run", "--launcher", "slurm", "--ranks", str(args.ranks), "--grace",
-               str(args.grace), *split_words("--run-args", args.run_args), args.script, *args.args]
+               str(args.grace), *split_words("--run-args", args.run_args), *(["--module"] if args.module else []),
+               args.script, *args.args]
     return TEMPLATE.format(directives="\n".join(f"#SBATCH {each}" for each in directives), command=shlex.join(command),
                            resume=shlex.join(split_words("--resume-args", args.resume_args)),
                            requeue="" if args.no_requeue else REQUEUE)
