@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from shoal.errors import UsageError
 from shoal.launch import doctor
 from shoal.launch.cli import main
 from shoal.launch.failure import REPORT
+from shoal.launch.job_record import JobRecord, write_record
 
 WAIT = """
 import os, time, torch, shoal
@@ -111,6 +113,38 @@ def test_a_report_survives_copies_that_go_and_text_that_is_none(run, script, tmp
     assert code == 1
     assert "Traceback" not in err.replace("Traceback (most recent call last):\n  File", "", 1)
     assert r"her\udcffring" in (tmp_path / "logs" / REPORT).read_text()
+
+
+def test_a_report_is_left_by_a_job_whose_working_folder_is_gone(run, script, tmp_path):
+    (tmp_path / "work").mkdir()
+    target = script("import os; os.rmdir(os.getcwd()); raise ValueError('no such herring')")
+    code, _, err = run("--ranks", "1", "--log-dir", str(tmp_path / "logs"), target, folder=str(tmp_path / "work")).end()
+    assert code == 1
+    assert "FileNotFoundError" not in err
+    assert "rank 0 of 1 failed: ValueError: no such herring" in (tmp_path / "logs" / REPORT).read_text()
+
+
+def test_a_record_without_room_leaves_none_of_another_attempt(tmp_path):
+    record = JobRecord(job="herring", agent=1, attempt=0, attempts=1, began=0.0, command=[], ranks=[], pids=[],
+                       error_files=[])
+    write_record(str(tmp_path), record)
+    (tmp_path / "job.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_record(str(tmp_path), record)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launch_without_room_in_memory_runs_unseen(start, script):
+    full = 'mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && exec "$@"'
+    launch = start("unshare", "--mount", "sh", "-c", full, "sh", sys.executable, "-m", "shoal", "run", "--ranks", "1",
+                   script("print('herring')"))
+    code, out, err = launch.end()
+    if "unshare failed" in err or "mount: " in err:
+        pytest.skip(f"needs a mount namespace: {err.strip()}")
+    assert (code, out) == (0, "herring\n")
+    (line,) = err.splitlines()
+    assert "the record of this attempt cannot be written in /dev/shm/shoal-" in line
+    assert line.endswith("The job goes on, and `shoal doctor` does not find it; make room in /dev/shm")
 
 
 def test_a_killed_rank_costs_only_the_steps_since_the_last_copy(run, script, tmp_path):

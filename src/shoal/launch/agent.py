@@ -299,11 +299,17 @@ class Agent(LocalElasticAgent):
                                           clocks=Clocks(node, nodes, self.console.status))
         with nullcontext() if self._spare is None else self._spare.starting():
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
-        write_record(self._memory, JobRecord(
+        record = JobRecord(
             job=self.plan.job, agent=os.getpid(), attempt=self._attempt, attempts=self.plan.max_restarts + 1,
             began=time.time(), command=[self.plan.target, *self.plan.args], pids=[pids[each] for each in sorted(pids)],
             ranks=[worker.global_rank for worker in worker_group.workers],
-            error_files=[self.files.last.error_files[each] for each in sorted(pids)]))
+            error_files=[self.files.last.error_files[each] for each in sorted(pids)])
+        try:
+            write_record(self._memory, record)
+        except OSError as error:
+            self.console.status(f"shoal run: {socket.gethostname()}: the record of this attempt cannot be written in "
+                                f"{self._memory}: {error.strerror}. The job goes on, and `shoal doctor` does not find it; "
+                                f"make room in {os.path.dirname(self._memory)}")
         return pids
 
     def _restart_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
@@ -433,9 +439,10 @@ class Agent(LocalElasticAgent):
             ranks = self._worker_group.workers[0].world_size
             self.console.report(self.failures, ranks, note)
             record = read_record(Path(self._memory))
-            if self.plan.log_dir is not None and record is not None and self._cluster is None:
-                page = page_of(Path(self._memory), record, with_stacks=False)
-                node = self._worker_group.group_rank
+            if self.plan.log_dir is not None and self._cluster is None:
+                page, node = "", self._worker_group.group_rank
+                with suppress(OSError):  # the working folder is gone
+                    page = page_of(Path(self._memory), record, with_stacks=False) if record is not None else page
                 path = Path(self.plan.log_dir, REPORT if self.plan.nodes == (1, 1) else f"failure.node{node}.txt")
                 try:
                     path.write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n", encoding="utf-8",
