@@ -109,6 +109,19 @@ signal.pause()
     launch.wait_until_gone()
 
 
+def test_a_rank_that_left_before_a_connection_was_lost_is_named(run, script):
+    code, _, err = run("--ranks", "2", script("""
+import os, torch, torch.distributed as dist
+from shoal.transport.process_group import init_distributed
+init_distributed()
+if os.environ["RANK"] == "0":
+    dist.all_reduce(torch.ones(1))
+""")).end()
+    assert code == 1
+    assert "---- rank 0 of 2 failed: " in err
+    assert "\nBefore, the program of rank 1 had ended without an error.\n" in err
+
+
 def test_an_exception_without_a_message_is_reported_like_another(run, script):
     code, _, err = run("--ranks", "1", script("""
 class Herring(Exception):

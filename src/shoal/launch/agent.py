@@ -44,7 +44,8 @@ from shoal.launch.rendezvous import JOIN, SingleNodeRendezvous, describe, multi_
 from shoal.launch.spares import Spare, serves_here
 from shoal.launch.streams import RankStreams
 from shoal.launch.watching import Reaction, WatchedRank
-from shoal.recording.page import PAGES
+from shoal.recording.page import PAGES, TrainingPhase
+from shoal.recording.page import read as read_page
 
 __all__ = ["Agent", "launch"]
 
@@ -259,9 +260,10 @@ class Agent(LocalElasticAgent):
         self._observe()
         if any(self._exits.values()):
             self._stop(signal.SIGTERM, self.plan.grace)
+        ended = self._ended_programs()
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
-        self.failures = [self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
-                         for number, fact in result.failures.items()]
+        self.failures = failure.with_ended([self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
+                                            for number, fact in result.failures.items()], ended)
         if self.failures and failure.first(self.failures).final:
             self._remaining_restarts = 0
         self._report()
@@ -407,6 +409,20 @@ class Agent(LocalElasticAgent):
                  if isinstance(worker.id, int)}
         return {pid: failure.read(path, rank=0, local_rank=0, pid=pid, status=1, time=0.0, stopped=False).secondary
                 for pid, path in files.items() if os.path.exists(path)}
+
+    def _ended_programs(self) -> list[int]:
+        """Return the ranks whose programs have ended without an error when another rank is found to have failed."""
+        statuses = {pid: exit_status(pid) for pid in self._pids()}
+        if not any(statuses.values()):
+            return []
+        ended: list[int] = []
+        for local_rank, watched in self._watched().items():
+            page = read_page(os.path.join(self._memory, f"rank{local_rank}"))
+            left = page is not None and page.pid == watched.pid and page.phase is TrainingPhase.END
+            if not statuses[watched.pid] and not os.path.exists(watched.error_file) and (
+                    left or statuses[watched.pid] is not None):
+                ended.append(watched.rank)
+        return ended
 
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._worker_group.workers if isinstance(worker.id, int)]
