@@ -235,16 +235,23 @@ def destroy_gloo_groups() -> None:
 
 
 def record(path: str, error: BaseException, text: str, summary: str = "") -> None:
-    """Write the error that ended this rank in torch's error file format, with the exact time and the exception classes."""
+    """Write the error that ended this rank in torch's error file format, with the exact time and the exception classes.
+
+    Where there is no room for the file, the text goes to stderr, for the launcher cannot show it.
+    """
     if not path:
         return
     now = time.time()
     summary = summary or type(error).__name__ + (f": {said}" if (said := _message_of(error)) else "")
     content = {"message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
                "time": now, "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]}
-    with open(f"{path}.part", "w") as file:
-        json.dump(content, file)
-    os.replace(f"{path}.part", path)
+    try:
+        with open(f"{path}.part", "w") as file:
+            json.dump(content, file)
+        os.replace(f"{path}.part", path)
+    except OSError as failure:
+        sys.stderr.write(f"{text}shoal run: this error cannot be written in {os.path.dirname(path)}, where the launcher "
+                         f"would read it: {failure.strerror}; make room there\n")
 
 
 def _message_of(error: BaseException) -> str:
