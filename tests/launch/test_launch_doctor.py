@@ -54,7 +54,7 @@ os.write(1, f"rank {engine.global_rank} from {first}: {total.hex()}\\n".encode()
 
 
 def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys, monkeypatch, tmp_path):
-    launch = run("--ranks", "2", "--job", "herring", "--watch", "off", script(WAIT))
+    launch = run("--ranks", "2", "--job", "herring", "--watch", "off", script(WAIT), "her\nring")
     pids = {int(words[1]): int(words[2]) for words in map(str.split, launch.read(2))}
     rates = {key: {"torch": 90.0, "onednn": 200.0} for key in ("forward", "input_gradient", "weight_gradient")}
     (tmp_path / "linear.json").write_text(json.dumps({"torch 2.13.0, some processor, 2 thread(s)": rates}))
@@ -63,6 +63,7 @@ def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys,
     page = capsys.readouterr().out
     lines = page.splitlines()
     assert lines[0].startswith("job herring, attempt 1 of 1, for ")
+    assert f"\ncommand: {tmp_path}/script.py 'her\nring'\nhost " in page
     rows = {int(line.split()[0]): line for line in lines if line.split()[1:2] in ([str(pids[0])], [str(pids[1])])}
     assert sorted(rows) == [0, 1]
     assert " between " in rows[1]
