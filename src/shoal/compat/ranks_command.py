@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["command", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
+__all__ = ["VISIBLE", "command", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
 
 PR_SET_PDEATHSIG = 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"

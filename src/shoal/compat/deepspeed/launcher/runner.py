@@ -210,8 +210,9 @@ def job_resources(options: argparse.Namespace) -> JobResources:
         raise ValueError("--include, --exclude: no slot is left to run on")
     several = options.force_multi or len(active) > 1
     if named and several:
-        raise ValueError(f"--force_multi: CUDA_VISIBLE_DEVICES={','.join(ranks_command.visible_devices())} names devices, "
-                         "and hosts get the numbers of theirs; set it to numbers, or drop --force_multi")
+        given = ",".join(ranks_command.visible_devices())
+        raise ValueError(f"--force_multi: {ranks_command.VISIBLE}={given} names devices, and hosts get numbers of theirs; "
+                         "set it to numbers, or drop --force_multi")
     return JobResources(active=active, several=several, named=named)
 
 
