@@ -15,12 +15,14 @@ from shoal.cluster.hostfile import Host
 from shoal.cluster.launchers import LAUNCHERS, Start, find, refuse_nested
 from shoal.errors import HostsError, LaunchError
 from shoal.launch import facts
+from shoal.launch.addresses import own_addresses
 from shoal.launch.cli import main
 from shoal.launch.cluster import Cluster, run_job
 from shoal.launch.console import Terminal
 from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.protocol import Exited, Hello, HostProblem
 from shoal.launch.start_errors import explain
 from shoal.launch.starting import ErrorLine, HostEvent, Starter
@@ -204,6 +206,13 @@ def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -
     with pytest.raises(LaunchError, match=r"^bb: no such host; correct the name.*\(ssh: Could not .*\)$"), Cluster(
             starter, job, "mpich"):
         pass
+
+
+def test_the_address_of_the_store_is_that_of_the_first_host_alone(tmp_path: Path) -> None:
+    job = ClusterJob(secret="s", hosts=(Host(name="a", slots=(0,)), Host(name="b", slots=(0,))), environment={},
+                     folder=str(tmp_path), plan=None, least=1, quiet=20.0)
+    assert ClusterRendezvous(job, 0, "10.9.8.7:0").serve().addresses == ["10.9.8.7"]
+    assert ClusterRendezvous(job, 1, "10.9.8.7:0").serve().addresses == own_addresses(), "the first host is lost"
 
 
 def test_a_job_is_the_same_after_its_travel() -> None:

@@ -1,5 +1,6 @@
 """`shoal sbatch` in a real Slurm: SIGUSR1 saves, and the next start ends with the weights of an undisturbed run."""
 
+import os
 import subprocess
 import sys
 import time
@@ -101,6 +102,20 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_it_starts_again(slurm, tmp_p
 def test_a_script_that_cannot_be_is_refused(capsys, words, message):
     assert main(["sbatch", *words]) == 2
     assert f"shoal sbatch: {message}" in capsys.readouterr().err
+
+
+def test_a_module_is_started_as_one(capsys):
+    assert main(["sbatch", "--ranks", "1", "-m", "json.tool", "-m"]) == 0
+    assert ' --grace 90 --module json.tool -m "${more[@]}" &' in capsys.readouterr().out
+
+
+def test_words_that_are_no_text_arrive_byte_for_byte(tmp_path):
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "shoal", "sbatch", "--ranks", "1"]
+    shown = subprocess.run([*command, __file__, b"\xff"], env=environment, capture_output=True, check=True).stdout
+    assert f"{__file__} '".encode() + b"\xff' \"${more[@]}\" &" in shown
+    subprocess.run([*command, "--output", tmp_path / "job.sh", __file__, b"\xff"], env=environment, check=True)
+    assert (tmp_path / "job.sh").read_bytes() == shown
 
 
 def test_words_are_quoted_in_the_script(capsys, tmp_path):

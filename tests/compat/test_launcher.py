@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ import pytest
 from shoal.compat import ranks_command
 from shoal.compat.deepspeed.launcher import launch, launcher_helper, multinode_runner, runner
 from shoal.errors import NotSupportedYet
+from shoal.launch import cli
+from shoal.log import logger
 
 HOSTS = OrderedDict([("w0", [0, 1, 2, 3]), ("w1", [0, 1])])
 
@@ -137,6 +140,44 @@ def test_visible_devices_are_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found[:2], options["devices"]) == (["--ranks", "2"], [3, 1])
 
 
+@pytest.mark.parametrize("visible", ["GPU-8932f937,GPU-1", "MIG-8932f937, MIG-GPU-1/1/0", "0,GPU-1"])
+def test_devices_that_have_names_stay_visible_as_they_are(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found, options = command_of(monkeypatch, "train.py")
+    assert (found[:2], options["devices"]) == (["--ranks", "2"], None)
+    with pytest.raises(ValueError, match=r"^--force_multi: CUDA_VISIBLE_DEVICES=.*GPU-1.* names devices, and hosts get"):
+        runner.main(["--force_multi", "train.py"])
+
+
+@pytest.mark.parametrize(("words", "option"), [("-i localhost:0", "--include or --exclude"), ("--num_gpus 1", "--num_gpus")])
+def test_an_option_that_selects_devices_says_so(monkeypatch, caplog, words: str, option: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    _, options = command_of(monkeypatch, f"{words} train.py")
+    assert options["devices"] == [0]
+    assert f"CUDA_VISIBLE_DEVICES=3 is ignored: {option} selects the devices" in caplog.text
+
+
+@pytest.mark.parametrize(("words", "needs"), [
+    ("--bind_core_list 0", "--bind_cores_to_rank"), ("--max_elastic_nodes 1", "--elastic_training"),
+    ("--venv_script v", "hosts that this command starts"), ("--bind_core_list 0 --bind_cores_to_rank", None),
+])  # fmt: skip
+def test_an_option_without_effect_is_named(monkeypatch, caplog, words: str, needs: str | None) -> None:
+    command_of(monkeypatch, f"--num_gpus 1 {words} train.py")
+    warned = [text for text in caplog.messages if "has no effect" in text]
+    assert warned == ([] if needs is None else [f"{words.split()[0]}: has no effect without {needs}"])
+
+
+@pytest.mark.parametrize(("words", "warns"), [
+    ("", True), ("--log_level warning", True), ("--log_level error", False), ("-q", False)])
+def test_a_quiet_command_does_not_warn(monkeypatch, capsys, words: str, warns: bool) -> None:
+    level = logger.level
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])
+    command_of(monkeypatch, f"{words} --num_gpus 1 train.py")
+    assert ("no hostfile /job/hostfile" in capsys.readouterr().err) is warns
+    assert logger.level == level
+
+
 def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=3\n")
     found, options = command_of(monkeypatch, f"-H {tmp_path}/hosts --no_ssh --node_rank 1 --master_addr a train.py")
@@ -149,13 +190,28 @@ def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatc
     assert found[:6] == ["--ranks", "1", "--max-restarts", "100", "--port", "29511"]
 
 
-def test_an_elastic_job_over_ssh_keeps_its_number_of_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "given"), [
+    ("", ["--nodes", "1:3"]), ("--min_elastic_nodes 2", ["--nodes", "2:3"]), ("--min_elastic_nodes 3", []),
+    ("--min_elastic_nodes 2 --max_elastic_nodes 2", ["--nodes", "2"]),
+])  # fmt: skip
+def test_an_elastic_job_goes_on_with_fewer_hosts(monkeypatch, tmp_path: Path, nodes: str, given: list[str]) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\nc slots=1\n")
+    words = f"-H {tmp_path}/hosts --elastic_training {nodes} train.py"
+    found, _ = command_of(monkeypatch, words)
+    before = ["--max-restarts", "100", "--hosts", "a:0@b:0@c:0", "--launcher", "pdsh"]
+    assert found[:len(before) + len(given)] == [*before, *given]
+    assert ("--nodes" in found) is bool(given)
+    monkeypatch.setattr(ranks_command, "run", lambda words, **options: cli.main([*words[3:4], "--dry-run", *words[4:]]))
+    runner.main([*words.split()[:-1], __file__])  # `shoal run` takes it
+
+
+def test_a_launcher_that_ends_all_hosts_refuses_a_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    words = f"-H {tmp_path}/hosts --elastic_training --min_elastic_nodes {{}} train.py"
-    with pytest.raises(NotSupportedYet, match="on each node with --no_ssh"):
-        runner.main(words.format(1).split())
-    found, _ = command_of(monkeypatch, words.format(2))
-    assert found[:4] == ["--max-restarts", "100", "--hosts", "a:0@b:0"]
+    words = f"-H {tmp_path}/hosts --elastic_training --launcher openmpi {{}} train.py"
+    with pytest.raises(NotSupportedYet, match=r"where one is lost; use --launcher pdsh, or give --min_elastic_nodes 2"):
+        runner.main(words.format("").split())
+    found, _ = command_of(monkeypatch, words.format("--min_elastic_nodes 2"))
+    assert found[:6] == ["--max-restarts", "100", "--hosts", "a:0@b:0", "--launcher", "openmpi"]
 
 
 def test_several_hosts_are_those_of_shoal_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -256,9 +312,10 @@ def test_variables_that_a_cluster_sets_for_a_node_stay_there(monkeypatch: pytest
 
 def test_variables_for_other_nodes_come_from_names_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    (tmp_path / ".deepspeed_env").write_text("A=1=2\n")
+    (tmp_path / ".deepspeed_env").write_bytes(b"A=1=2\nB=\xff\x0c\xe2\x80\xa8c\n")
     found = ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env", {})
     assert (found["NCCL_DEBUG"], found["A"], found["PYTHONPATH"].split(":")[0]) == ("INFO", "1=2", os.getcwd())
+    assert os.fsencode(found["B"]) == b"\xff\x0c\xe2\x80\xa8c", "a value arrives byte for byte"
     (tmp_path / ".deepspeed_env").write_text("\n")
     with pytest.raises(ValueError, match="write NAME=VALUE"):
         ranks_command.exports(runner.EXPORT_ENVS, [str(tmp_path)], ".deepspeed_env", {})

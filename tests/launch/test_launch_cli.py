@@ -1,5 +1,7 @@
 """The command line explains itself and rejects invalid input before any process starts."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -31,6 +33,38 @@ def test_no_command_prints_the_help(capsys):
 def test_the_version_is_the_packages(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"shoal {__version__}\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_words_that_are_no_text_are_shown_with_escapes(encoding):
+    command = [sys.executable, "-m", "shoal", "run", "--dry-run", "--hosts", "a:0", __file__, b"\xff", "\u00e9"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHON\udcff": ""}, capture_output=True,
+                          check=True)
+    assert rb"'\udcff' " in done.stdout
+    assert rb"PYTHON\udcff" in done.stdout
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--help", "--dry-run"])
+def test_a_command_whose_output_cannot_be_written_says_so_in_a_line(words, unbuffered):
+    command = [sys.executable, "-m", "shoal", *(["run", words, __file__] if words == "--dry-run" else [words])]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"shoal {command[3]}: the standard output cannot be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, ""), "its reader has what it wants"
+
+
+def test_a_working_folder_that_has_been_removed_is_refused(tmp_path):
+    script = 'cd "$1" && rmdir "$1" && exec "$2" -m shoal run --ranks 1 "$3"'
+    done = subprocess.run(["sh", "-c", script, "sh", tmp_path, sys.executable, __file__], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "shoal run: the working folder has been removed; change to one that exists\n"
 
 
 def test_a_mistyped_command_suggests_the_nearest_one(capsys):

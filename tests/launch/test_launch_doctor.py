@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from shoal.errors import UsageError
 from shoal.launch import doctor
 from shoal.launch.cli import main
 from shoal.launch.failure import REPORT
+from shoal.launch.job_record import JobRecord, write_record
 
 WAIT = """
 import os, time, torch, shoal
@@ -52,7 +54,7 @@ os.write(1, f"rank {engine.global_rank} from {first}: {total.hex()}\\n".encode()
 
 
 def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys, monkeypatch, tmp_path):
-    launch = run("--ranks", "2", "--job", "herring", "--watch", "off", script(WAIT))
+    launch = run("--ranks", "2", "--job", "herring", "--watch", "off", script(WAIT), "her\nring")
     pids = {int(words[1]): int(words[2]) for words in map(str.split, launch.read(2))}
     rates = {key: {"torch": 90.0, "onednn": 200.0} for key in ("forward", "input_gradient", "weight_gradient")}
     (tmp_path / "linear.json").write_text(json.dumps({"torch 2.13.0, some processor, 2 thread(s)": rates}))
@@ -61,6 +63,7 @@ def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys,
     page = capsys.readouterr().out
     lines = page.splitlines()
     assert lines[0].startswith("job herring, attempt 1 of 1, for ")
+    assert f"\ncommand: {tmp_path}/script.py 'her\nring'\nhost " in page
     rows = {int(line.split()[0]): line for line in lines if line.split()[1:2] in ([str(pids[0])], [str(pids[1])])}
     assert sorted(rows) == [0, 1]
     assert " between " in rows[1]
@@ -96,7 +99,8 @@ def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):
     assert main(["doctor", "no-such-job"]) == 2
     assert "no job, process or folder 'no-such-job' on" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "no job with these logs has failed" in capsys.readouterr().err
+    assert f"{tmp_path}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or its " in (
+        capsys.readouterr().err)
 
 
 def test_a_report_survives_copies_that_go_and_text_that_is_none(run, script, tmp_path, monkeypatch):
@@ -110,6 +114,38 @@ def test_a_report_survives_copies_that_go_and_text_that_is_none(run, script, tmp
     assert code == 1
     assert "Traceback" not in err.replace("Traceback (most recent call last):\n  File", "", 1)
     assert r"her\udcffring" in (tmp_path / "logs" / REPORT).read_text()
+
+
+def test_a_report_is_left_by_a_job_whose_working_folder_is_gone(run, script, tmp_path):
+    (tmp_path / "work").mkdir()
+    target = script("import os; os.rmdir(os.getcwd()); raise ValueError('no such herring')")
+    code, _, err = run("--ranks", "1", "--log-dir", str(tmp_path / "logs"), target, folder=str(tmp_path / "work")).end()
+    assert code == 1
+    assert "FileNotFoundError" not in err
+    assert "rank 0 of 1 failed: ValueError: no such herring" in (tmp_path / "logs" / REPORT).read_text()
+
+
+def test_a_record_without_room_leaves_none_of_another_attempt(tmp_path):
+    record = JobRecord(job="herring", agent=1, attempt=0, attempts=1, began=0.0, command=[], ranks=[], pids=[],
+                       error_files=[])
+    write_record(str(tmp_path), record)
+    (tmp_path / "job.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_record(str(tmp_path), record)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launch_without_room_in_memory_runs_unseen(start, script):
+    full = 'mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && exec "$@"'
+    launch = start("unshare", "--mount", "sh", "-c", full, "sh", sys.executable, "-m", "shoal", "run", "--ranks", "1",
+                   script("print('herring')"))
+    code, out, err = launch.end()
+    if "unshare failed" in err or "mount: " in err:
+        pytest.skip(f"needs a mount namespace: {err.strip()}")
+    assert (code, out) == (0, "herring\n")
+    (line,) = err.splitlines()
+    assert "the record of this attempt cannot be written in /dev/shm/shoal-" in line
+    assert line.endswith("The job goes on, and `shoal doctor` does not find it; make room in /dev/shm")
 
 
 def test_a_killed_rank_costs_only_the_steps_since_the_last_copy(run, script, tmp_path):

@@ -2,6 +2,7 @@
 
 import signal
 
+from shoal.launch import rank
 from shoal.launch.failure import Failure, describe, first, signal_name, status_code
 
 
@@ -45,6 +46,13 @@ def test_the_report_shows_the_cause_and_one_line_per_other_rank():
     assert lines[2:4] == ["Traceback", "ValueError: no"]
     assert lines[4] == "then rank 0 (host h, pid 100): RuntimeError: Connection closed by peer"
     assert len(lines) == 6
+
+
+def test_an_error_without_room_for_its_file_goes_to_stderr(tmp_path, capsys):
+    (tmp_path / "error.part").symlink_to("/dev/full")
+    rank.record(str(tmp_path / "error"), ValueError("herring"), "Traceback\nValueError: herring\n")
+    told = f"shoal run: this error cannot be written in {tmp_path}, where the launcher would read it: No space left on "
+    assert capsys.readouterr().err.startswith(f"Traceback\nValueError: herring\n{told}")
 
 
 def test_sigkill_comes_with_its_most_likely_reason():

@@ -67,6 +67,15 @@ def test_a_training_survives_the_loss_of_a_node(run, script, free_port, nodes, l
     assert loss == signal.SIGKILL or "ended because node 1 has sent no heartbeat for" in ends[0][2], ends
 
 
+def test_a_port_of_the_rendezvous_that_is_taken_is_named_with_the_remedy(run, script):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, _, err = run("--ranks", "1", "--rendezvous", where, "--node-rank", "0", script("")).end()
+    assert code == 2
+    assert err.startswith(f"shoal run: --rendezvous: the port of {where} cannot be opened on {socket.gethostname()}: ")
+    assert err.endswith("address already in use; choose another, the same on each node\n")
+
+
 def test_a_node_that_comes_later_has_all_start_again_from_the_copies(run, script, free_port):
     command = ("--ranks", "1", "--nodes", "1:2", "--rendezvous", f"127.0.0.1:{free_port}", "--no-bind-cores",
                "--max-restarts", "1", script(TRAIN.replace("range(400)", "range(400000)")))

@@ -109,6 +109,36 @@ signal.pause()
     launch.wait_until_gone()
 
 
+def test_a_rank_that_left_before_a_connection_was_lost_is_named(run, script):
+    code, _, err = run("--ranks", "2", script("""
+import os, torch, torch.distributed as dist
+from shoal.transport.process_group import init_distributed
+init_distributed()
+if os.environ["RANK"] == "0":
+    dist.all_reduce(torch.ones(1))
+""")).end()
+    assert code == 1
+    assert "---- rank 0 of 2 failed: " in err
+    assert "\nBefore, the program of rank 1 had ended without an error.\n" in err
+
+
+def test_an_exception_without_a_message_is_reported_like_another(run, script):
+    code, _, err = run("--ranks", "1", script("""
+class Herring(Exception):
+    def __str__(self):
+        raise RuntimeError
+raise Herring
+""")).end()
+    assert code == 1
+    assert err.startswith("---- rank 0 of 1 failed: Herring: <exception str() failed> ---")
+    assert err.count("Traceback (most recent call last)") == 1, "in the report alone"
+
+
+def test_a_rank_leaves_no_file_of_which_python_would_warn(start, script):
+    command = [sys.executable, "-m", "shoal", "run", "--ranks", "1", script("")]
+    assert start(*command, PYTHONWARNINGS="always::ResourceWarning").end() == (0, "", "")
+
+
 def test_the_exit_code_of_a_rank_becomes_the_exit_code_of_the_run(run, script):
     launch = run("--ranks", "1", script("import sys; sys.exit(7)"))
     code, _, err = launch.end()

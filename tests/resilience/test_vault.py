@@ -294,6 +294,13 @@ def test_a_vault_larger_than_memory_is_refused_before_anything_is_copied(limit: 
         assert "remove resilience.vault and save checkpoints" in message
 
 
+def test_the_first_copy_says_what_it_needs_and_what_is_not_covered(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, train, str(tmp_path), "/nonexistent", 5, 2)
+    (shown,) = [text for text in found["warnings"] if text.startswith("resilience.vault: ")]
+    assert shown.startswith("resilience.vault: 0.0 MB on a node (2 generations, and the next) of memory, a copy every 2 ")
+    assert shown.endswith("All ranks are on one node: to survive its loss, save checkpoints elsewhere")
+
+
 def without_agent() -> list[str]:
     warnings: list[str] = []
     logging.getLogger("shoal").addHandler(handler := logging.Handler())

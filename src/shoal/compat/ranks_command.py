@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["command", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
+__all__ = ["VISIBLE", "command", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
 
 PR_SET_PDEATHSIG = 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -28,9 +28,9 @@ def exports_file() -> str:
     return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
-def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES, None where it is not set or empty."""
-    return os.environ.get(VISIBLE) or None
+def visible_devices() -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES, each a device: a number, or a name such as GPU-UUID or MIG-UUID."""
+    return [entry.strip() for entry in os.environ.get(VISIBLE, "").split(",") if entry.strip()]
 
 
 def variables() -> dict[str, str]:
@@ -50,11 +50,12 @@ def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str,
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), found.get("PYTHONPATH")]))
     for file in (Path(folder) / file_name for folder in folders):
         if file.is_file():
-            for line in file.read_text().splitlines():
-                name, equals, value = line.partition("=")
-                if not equals:
-                    raise ValueError(f"{file}: got the line {line!r}; write NAME=VALUE")
-                found[name] = value
+            with file.open(encoding="utf-8", errors="surrogateescape") as lines:  # as variables are in `os.environ`
+                for line in lines:
+                    name, equals, value = line.removesuffix("\n").partition("=")
+                    if not equals:
+                        raise ValueError(f"{file}: got the line {name!r}; write NAME=VALUE")
+                    found[name] = value
     return found
 
 
@@ -98,7 +99,8 @@ def run(words: Sequence[str], *, devices: Sequence[int] | None, node: int = 0, n
         ranks: int, variables: Mapping[str, str] | None = None) -> int:
     """Run the command to its end and return its exit code, 128 + N where signal N ended it.
 
-    `devices` are those that the ranks may see, and `variables` are set beside this process's.
+    `devices` are those that the ranks may see (None: those that this process sees), and `variables` are set beside this
+    process's.
     """
     shown = {} if devices is None else {VISIBLE: ",".join(map(str, devices))}
     job = {"LOCAL_SIZE": str(ranks), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}

@@ -253,8 +253,8 @@ def _set_up_log(settings: Config) -> None:
     """Set the level of the library's logger, and begin to record collectives, as the configuration asks."""
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
-    elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state
-                                     or settings.comms_logger.verbose):
+    elif logger.level == NOTSET and (settings.steps_per_print or settings.dump_state or settings.comms_logger.verbose
+                                     or settings.resilience.vault.every is not None):
         logger.setLevel(INFO)  # else the lines that these settings ask for would not be shown
     if settings.comms_logger.enabled:
         comm.record(settings.comms_logger)

@@ -44,7 +44,8 @@ from shoal.launch.rendezvous import JOIN, SingleNodeRendezvous, describe, multi_
 from shoal.launch.spares import Spare, serves_here
 from shoal.launch.streams import RankStreams
 from shoal.launch.watching import Reaction, WatchedRank
-from shoal.recording.page import PAGES
+from shoal.recording.page import PAGES, TrainingPhase
+from shoal.recording.page import read as read_page
 
 __all__ = ["Agent", "launch"]
 
@@ -259,9 +260,10 @@ class Agent(LocalElasticAgent):
         self._observe()
         if any(self._exits.values()):
             self._stop(signal.SIGTERM, self.plan.grace)
+        ended = self._ended_programs()
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
-        self.failures = [self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
-                         for number, fact in result.failures.items()]
+        self.failures = failure.with_ended([self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
+                                            for number, fact in result.failures.items()], ended)
         if self.failures and failure.first(self.failures).final:
             self._remaining_restarts = 0
         self._report()
@@ -299,11 +301,17 @@ class Agent(LocalElasticAgent):
                                           clocks=Clocks(node, nodes, self.console.status))
         with nullcontext() if self._spare is None else self._spare.starting():
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
-        write_record(self._memory, JobRecord(
+        record = JobRecord(
             job=self.plan.job, agent=os.getpid(), attempt=self._attempt, attempts=self.plan.max_restarts + 1,
             began=time.time(), command=[self.plan.target, *self.plan.args], pids=[pids[each] for each in sorted(pids)],
             ranks=[worker.global_rank for worker in worker_group.workers],
-            error_files=[self.files.last.error_files[each] for each in sorted(pids)]))
+            error_files=[self.files.last.error_files[each] for each in sorted(pids)])
+        try:
+            write_record(self._memory, record)
+        except OSError as error:
+            self.console.status(f"shoal run: {socket.gethostname()}: the record of this attempt cannot be written in "
+                                f"{self._memory}: {error.strerror}. The job goes on, and `shoal doctor` does not find it; "
+                                f"make room in {os.path.dirname(self._memory)}")
         return pids
 
     def _restart_workers(  # pyright: ignore[reportIncompatibleVariableOverride]  torch's decorator hides the signature
@@ -402,6 +410,20 @@ class Agent(LocalElasticAgent):
         return {pid: failure.read(path, rank=0, local_rank=0, pid=pid, status=1, time=0.0, stopped=False).secondary
                 for pid, path in files.items() if os.path.exists(path)}
 
+    def _ended_programs(self) -> list[int]:
+        """Return the ranks whose programs have ended without an error when another rank is found to have failed."""
+        statuses = {pid: exit_status(pid) for pid in self._pids()}
+        if not any(statuses.values()):
+            return []
+        ended: list[int] = []
+        for local_rank, watched in self._watched().items():
+            page = read_page(os.path.join(self._memory, f"rank{local_rank}"))
+            left = page is not None and page.pid == watched.pid and page.phase is TrainingPhase.END
+            if not statuses[watched.pid] and not os.path.exists(watched.error_file) and (
+                    left or statuses[watched.pid] is not None):
+                ended.append(watched.rank)
+        return ended
+
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._worker_group.workers if isinstance(worker.id, int)]
 
@@ -433,9 +455,10 @@ class Agent(LocalElasticAgent):
             ranks = self._worker_group.workers[0].world_size
             self.console.report(self.failures, ranks, note)
             record = read_record(Path(self._memory))
-            if self.plan.log_dir is not None and record is not None and self._cluster is None:
-                page = page_of(Path(self._memory), record, with_stacks=False)
-                node = self._worker_group.group_rank
+            if self.plan.log_dir is not None and self._cluster is None:
+                page, node = "", self._worker_group.group_rank
+                with suppress(OSError):  # the working folder is gone
+                    page = page_of(Path(self._memory), record, with_stacks=False) if record is not None else page
                 path = Path(self.plan.log_dir, REPORT if self.plan.nodes == (1, 1) else f"failure.node{node}.txt")
                 try:
                     path.write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n", encoding="utf-8",

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
+import io
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, cast
@@ -37,25 +41,52 @@ class _Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for a user error, 130 after Ctrl-C, else the command's exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # words and names of files may be no text
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(_help())
-        return 0 if words else 2
-    if words[0] in ("-V", "--version"):
-        print(f"shoal {__version__}")
-        return 0
     try:
-        return _dispatch(words[0], words[1:])
+        code = _dispatch(words[0], words[1:]) if words else _show_help(2)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here an error can be told
+        return code
     except ShoalError as error:
         print(f"shoal {words[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except OSError:
+        if (lost := _lost_output()) is None:
+            raise
+        if lost.errno == errno.EPIPE:  # its reader has what it wants
+            return 128 + signal.SIGPIPE
+        print(f"shoal {' '.join(words[:1])}: the standard output cannot be written: {lost.strerror}", file=sys.stderr)
+        return 1
+
+
+def _lost_output() -> OSError | None:
+    """Return why standard output cannot be written, and have it lead nowhere from then on; None where it can."""
+    try:
+        os.write(1, b"\n")
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # what is buffered would fail again at the exit
+        os.close(null)
+        return error
+    return None
 
 
 def _dispatch(name: str, words: list[str]) -> int:
+    if name in ("-h", "--help"):
+        return _show_help(0)
+    if name in ("-V", "--version"):
+        print(f"shoal {__version__}")
+        return 0
     if name not in COMMANDS:
         raise UsageError(_unknown(name))
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder has been removed; change to one that exists") from None
     command = cast(_Command, importlib.import_module(f"shoal.launch.{name.replace('-', '_')}"))
     parser = _Parser(prog=f"shoal {name}", description=COMMANDS[name], allow_abbrev=False)
     command.add_arguments(parser)
@@ -77,7 +108,8 @@ def _unknown(name: str) -> str:
     return f"there is no command {name!r}; choose {', '.join(COMMANDS)}; {hint}"
 
 
-def _help() -> str:
+def _show_help(code: int) -> int:
     commands = "\n".join(f"  {name:<16}{summary}" for name, summary in COMMANDS.items())
-    return (f"usage: shoal COMMAND ...\n\ncommands:\n{commands}\n\n"
-            "`shoal COMMAND --help` describes a command; `shoal --version` prints the version.")
+    print(f"usage: shoal COMMAND ...\n\ncommands:\n{commands}\n\n"
+          "`shoal COMMAND --help` describes a command; `shoal --version` prints the version.")
+    return code

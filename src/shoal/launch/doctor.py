@@ -11,6 +11,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import socket
 import time
@@ -45,14 +46,14 @@ def main(args: argparse.Namespace) -> int:
         print(_report(Path(args.target)))
         return 0
     folder, record = _find(args.target)
-    from shoal.nn.probe import recorded  # here: it loads torch's compiler, which agents, who import this file, do without
-
     try:
         page = page_of(folder, record, with_stacks=args.stacks)
     except FileNotFoundError:
         raise UsageError(f"the job {record.job} has ended meanwhile; give the folder of its logs (shoal run --log-dir)"
                          ) from None
-    print(page)
+    print(page, flush=True)
+    from shoal.nn.probe import recorded  # here: it loads torch's compiler, which agents, who import this file, do without
+
     for line in recorded():
         print(f"kernels.linear 'auto': {line}")
     return 0
@@ -69,7 +70,7 @@ def page_of(folder: Path, record: JobRecord, *, with_stacks: bool) -> str:
     """Return the page of a job whose pages lie in `folder`."""
     lines = [f"job {record.job}, attempt {record.attempt + 1} of {record.attempts}, for {time.time() - record.began:.0f} s; "
              f"agent {record.agent} {'runs' if process(record.agent) else 'has ended'}",
-             f"command: {' '.join(record.command)}", *_machine(folder), ""]
+             f"command: {shlex.join(record.command)}", *_machine(folder), ""]
     readings = [read(str(folder / f"rank{local_rank}")) for local_rank in range(len(record.pids))]
     lines += [f"{'rank':>4} {'pid':>8} {'state':<8} {'steps':>8} {'call':<12} {'for':>8} {'cpu s':>8} {'MB':>8}  waits for"]
     for rank, pid, reading in zip(record.ranks, record.pids, readings, strict=True):
@@ -137,9 +138,10 @@ def _report(folder: Path) -> str:
     """Return the reports of a job that has ended, the earliest first. Raises `UsageError` where the folder has none."""
     reports = sorted(folder.glob(REPORTS), key=os.path.getmtime)  # the cause is likely to be the first
     if not reports:
-        raise UsageError(f"{folder}: has no {REPORT}, so no job with these logs has failed; give the name or a process of a "
-                         f"job that runs: {_known()}")
-    return "\n".join(report.read_text() for report in reports)
+        raise UsageError(f"{folder}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or "
+                         "its launcher was killed before it could leave a report; give the name or a process of a job that "
+                         f"runs: {_known()}")
+    return "\n".join(report.read_text(encoding="utf-8") for report in reports)
 
 
 def _find(target: str | None) -> tuple[Path, JobRecord]:

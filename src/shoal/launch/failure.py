@@ -11,14 +11,14 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.launch import rank as rank_module
 
-__all__ = ["REPORT", "REPORTS", "Failure", "describe", "first", "read", "status_code"]
+__all__ = ["REPORT", "REPORTS", "Failure", "describe", "first", "read", "status_code", "with_ended"]
 
 REPORT = "failure.txt"
 """The file in the folder of logs that has the last failure."""
@@ -108,6 +108,15 @@ def read(path: str, *, rank: int, local_rank: int, pid: int, status: int, time: 
 def first(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others."""
     return min(failures, key=lambda failure: (failure.stopped, failure.secondary, failure.time, failure.rank))
+
+
+def with_ended(failures: list[Failure], ended: Sequence[int]) -> list[Failure]:
+    """Return the failures; where the first is a lost connection, its text names the ranks whose programs ended before."""
+    if not failures or not ended or not (cause := first(failures)).secondary:
+        return failures
+    named = f"program of rank {ended[0]}" if len(ended) == 1 else f"programs of ranks {', '.join(map(str, ended))}"
+    told = replace(cause, text=f"{cause.text.rstrip()}\nBefore, the {named} had ended without an error.".lstrip())
+    return [told if each is cause else each for each in failures]
 
 
 def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:

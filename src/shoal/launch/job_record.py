@@ -31,10 +31,18 @@ class JobRecord:
 
 
 def write_record(folder: str, record: JobRecord) -> None:
-    """Write the record into the memory folder of the launch, in place of the one before."""
-    draft = Path(folder, f"{RECORD}.part")
-    draft.write_text(json.dumps(asdict(record)))
-    os.replace(draft, Path(folder, RECORD))
+    """Write the record into the memory folder of the launch, in place of the one before.
+
+    Raises OSError where there is no room for it; then there is no record, for that of another attempt has other processes.
+    """
+    path, draft = Path(folder, RECORD), Path(folder, f"{RECORD}.part")
+    try:
+        draft.write_text(json.dumps(asdict(record)))
+        os.replace(draft, path)
+    except OSError:
+        for each in (draft, path):
+            each.unlink(missing_ok=True)
+        raise
 
 
 def read_record(folder: Path) -> JobRecord | None:

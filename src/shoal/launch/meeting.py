@@ -37,7 +37,7 @@ class ClusterRendezvous(RendezvousHandler):
     """The rendezvous of one host's agent. Its methods are called in the agent's thread, but for `serve` and `begin`."""
 
     def __init__(self, job: ClusterJob, node: int, endpoint: str | None) -> None:
-        """`node` is the number of this host; `endpoint` is the HOST:PORT or :PORT that the user gave for the store."""
+        """`node` is the number of this host; `endpoint` is the HOST:PORT or :PORT that the user gave for the first host."""
         self.attempt = 0
         """The number of the attempt whose hosts met last; 0 before the first."""
         self.taken = 0
@@ -62,7 +62,8 @@ class ClusterRendezvous(RendezvousHandler):
         except RuntimeError as error:
             raise LaunchError(f"--rendezvous: port {self._port} of {socket.gethostname()} cannot be opened: "
                               f"{first_line(error)}; choose another, or leave it out for a free one") from error
-        return Listening(port=self._server.port, addresses=[self._host] if self._host else own_addresses())
+        given = self._host and self._node == 0  # the address is the first host's, which may be lost
+        return Listening(port=self._server.port, addresses=[self._host] if given else own_addresses())
 
     def begin(self, begun: Begin) -> None:
         """Take the launcher's word for the next attempt."""

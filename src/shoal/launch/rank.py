@@ -78,13 +78,11 @@ def main(argv: list[str]) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the stream
-    faults = open(f"{path}.fault", "w") if path and not faulthandler.is_enabled() else None  # noqa: SIM115  open until exit
-    if faults:
-        faulthandler.enable(faults)
-    dumps = open(f"{path}{STACKS}", "w") if path else None  # noqa: SIM115  open until exit
-    if dumps:
+    if path and not faulthandler.is_enabled():
+        faulthandler.enable(_file_until_exit(f"{path}.fault"))
+    if path:
         signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # which faulthandler restores at exit: else the signal would kill
-        faulthandler.register(DUMP_SIGNAL, dumps)
+        faulthandler.register(DUMP_SIGNAL, _file_until_exit(f"{path}{STACKS}"))
     atexit.register(destroy_gloo_groups)
     try:
         if options.as_deepspeed:
@@ -120,6 +118,11 @@ class LastExit:
                 with contextlib.suppress(Exception):
                     each.flush()
         os._exit(self.code & 0xFF)
+
+
+def _file_until_exit(path: str) -> int:
+    """Return the descriptor of a new file: of one that is never closed, a file object would warn at the exit."""
+    return os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
 
 
 def die_with(parent: int) -> None:
@@ -232,16 +235,31 @@ def destroy_gloo_groups() -> None:
 
 
 def record(path: str, error: BaseException, text: str, summary: str = "") -> None:
-    """Write the error that ended this rank in torch's error file format, with the exact time and the exception classes."""
+    """Write the error that ended this rank in torch's error file format, with the exact time and the exception classes.
+
+    Where there is no room for the file, the text goes to stderr, for the launcher cannot show it.
+    """
     if not path:
         return
     now = time.time()
-    summary = summary or (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    summary = summary or type(error).__name__ + (f": {said}" if (said := _message_of(error)) else "")
     content = {"message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}},
                "time": now, "kinds": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]}
-    with open(f"{path}.part", "w") as file:
-        json.dump(content, file)
-    os.replace(f"{path}.part", path)
+    try:
+        with open(f"{path}.part", "w") as file:
+            json.dump(content, file)
+        os.replace(f"{path}.part", path)
+    except OSError as failure:
+        sys.stderr.write(f"{text}shoal run: this error cannot be written in {os.path.dirname(path)}, where the launcher "
+                         f"would read it: {failure.strerror}; make room there\n")
+
+
+def _message_of(error: BaseException) -> str:
+    """Return the message of an error; that of a class whose `str` fails is what a traceback shows for it."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def _end(path: str, error: BaseException, code: int) -> NoReturn:

@@ -133,6 +133,9 @@ def describe(error: Exception, endpoint: str, least: int) -> str:
             return f"the job at {endpoint} has ended, or ends; start all of its nodes again, or give another --job"
         case _:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if "failed to listen" in str(cause):
+                return (f"the port of {endpoint} cannot be opened on {socket.gethostname()}: {first_line(cause)}; choose "
+                        "another, the same on each node")
             return (f"{socket.gethostname()} does not reach the store at {endpoint}: {first_line(cause)}; see that the node "
                     f"which hosts it is up and lets others connect to that port. If it was lost, start all nodes again")
 

@@ -8,6 +8,7 @@ another way ends with the exit code of `shoal run`. From its second start on the
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import signal
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal sbatch`."""
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (1)")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks on each node")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
     parser.add_argument("--name", default="shoal", help="name of the job (shoal)")
     parser.add_argument("--time", metavar="LIMIT", help="time limit of one start, such as 4:00:00")
     parser.add_argument("--grace", type=int, default=90, metavar="SECONDS",
@@ -86,14 +88,14 @@ def main(args: argparse.Namespace) -> int:
             ("--directive", each) for each in args.directive)):
         if "\n" in value:
             raise UsageError(f"{option}: got {value!r}; a directive is one line")
-    if not Path(args.script).exists():
+    if not args.module and not Path(args.script).exists():
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
-    text = script(args)
+    text = os.fsencode(script(args))  # words that are no text arrive byte for byte
     if args.output is None:
-        sys.stdout.write(text)
+        sys.stdout.buffer.write(text)
     else:
         try:
-            Path(args.output).write_text(text)
+            Path(args.output).write_bytes(text)
         except OSError as error:
             raise LaunchError(f"--output {args.output}: cannot be written: {error.strerror}; give another file") from None
     return 0
@@ -107,7 +109,8 @@ def script(args: argparse.Namespace) -> str:
     directives += [f"--time={_quoted(args.time)}"] if args.time else []
     directives += args.directive
     command = [sys.executable, "-m", "shoal", "run", "--launcher", "slurm", "--ranks", str(args.ranks), "--grace",
-               str(args.grace), *split_words("--run-args", args.run_args), args.script, *args.args]
+               str(args.grace), *split_words("--run-args", args.run_args), *(["--module"] if args.module else []),
+               args.script, *args.args]
     return TEMPLATE.format(directives="\n".join(f"#SBATCH {each}" for each in directives), command=shlex.join(command),
                            resume=shlex.join(split_words("--resume-args", args.resume_args)),
                            requeue="" if args.no_requeue else REQUEUE)

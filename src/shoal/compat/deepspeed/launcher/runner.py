@@ -13,11 +13,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.cluster import hostfile
 from shoal.cluster.hostfile import Host
+from shoal.cluster.launchers import LAUNCHERS
 from shoal.compat import ranks_command
 from shoal.compat.deepspeed.launcher import multinode_runner
 from shoal.compat.deepspeed.launcher.constants import (
@@ -39,6 +41,7 @@ from shoal.compat.deepspeed.launcher.multinode_runner import (
     PDSHRunner,
     SlurmRunner,
 )
+from shoal.compat.deepspeed.utils.logging import get_log_level_from_string, log_levels
 from shoal.errors import NotSupportedYet, ShoalError
 from shoal.log import logger
 
@@ -84,7 +87,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_python", action="store_true", help="execute the script itself, without python")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     add("--no_ssh", action="store_true", help="this command is started on each node by hand, with --node_rank")
-    add("--no_ssh_check", action="store_true", help="skip the test of connections")
+    add("--no_ssh_check", action="store_true", help="accepted: there is no test of connections but the start")
     add("--force_multi", action="store_true", help="use the multi-node back end for one node too")
     add("--save_pid", action="store_true", help="write the process id of the launcher to /tmp/PID.deepspeed")
     add("--enable_each_rank_log", default="None", metavar="DIR", help="write the output of each rank to files in DIR")
@@ -94,8 +97,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--bind_core_list", default=None, help="the cores to share, such as 0-7,16")
     add("--ssh_port", type=int, default=None, help="port of ssh")
     add("--venv_script", default=None, help="script that each node sources first")
-    add("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"], help="messages to show")
-    add("-q", "--quiet", action="store_true", help="show errors alone")
+    add("--log_level", default="info", choices=list(log_levels), help="least level of this command's own messages; ranks "
+        "and `shoal run`, which report failures, are not affected")
+    add("-q", "--quiet", action="store_true", help="--log_level error")
     add("user_script", help="the script, module or program")
     add("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser.parse_args(args)
@@ -169,15 +173,26 @@ def encode_world_info(world_info: Mapping[str, int | Sequence[int]]) -> str:
 
 def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> None:
     """Raise `NotSupportedYet`."""
-    raise NotSupportedYet("deepspeed --autotuning: is not supported yet; `shoal config show` prices a configuration")
+    raise NotSupportedYet("--autotuning: is not supported yet; `shoal config show` prices a configuration")
 
 
-def job_resources(options: argparse.Namespace) -> tuple[Resources, bool]:
-    """Return the slots of each host that the job uses, and whether the multi-node back end is to start them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResources:
+    """The slots of each host that a job uses."""
+
+    active: Resources
+    several: bool
+    """Whether the multi-node back end is to start them."""
+    named: bool
+    """Whether CUDA_VISIBLE_DEVICES has the names of this machine's devices: slots then count its entries."""
+
+
+def job_resources(options: argparse.Namespace) -> JobResources:
+    """Return the slots of each host that the job uses.
 
     Raises ValueError for options that exclude each other, and RuntimeError where this machine has no device.
     """
-    pool = fetch_hostfile(options.hostfile)
+    pool, named = fetch_hostfile(options.hostfile), False
     filtered = bool(options.include or options.exclude)
     if filtered and (options.num_nodes >= 0 or options.num_gpus >= 0):
         raise ValueError("Cannot specify num_nodes/gpus with include/exclude")
@@ -185,21 +200,34 @@ def job_resources(options: argparse.Namespace) -> tuple[Resources, bool]:
         active = parse_inclusion_exclusion(pool, options.include, options.exclude)
     elif options.num_nodes > 1:
         raise ValueError(f"--num_nodes {options.num_nodes}: Num nodes is >1 but no extra nodes available via hostfile")
+    elif visible := _selected_devices(options, filtered):
+        named = not all(device.isdecimal() for device in visible)
+        active = OrderedDict({LOCALHOST: list(range(len(visible))) if named else [int(device) for device in visible]})
     else:
-        active = _local_resources(options, filtered)
+        active = _local_resources(options)
     active = apply_num_nodes_and_gpus(active, options.num_nodes, options.num_gpus)
     if not active:
         raise ValueError("--include, --exclude: no slot is left to run on")
-    return active, options.force_multi or len(active) > 1
+    several = options.force_multi or len(active) > 1
+    if named and several:
+        given = ",".join(ranks_command.visible_devices())
+        raise ValueError(f"--force_multi: {ranks_command.VISIBLE}={given} names devices, and hosts get numbers of theirs; "
+                         "set it to numbers, or drop --force_multi")
+    return JobResources(active=active, several=several, named=named)
 
 
-def _local_resources(options: argparse.Namespace, filtered: bool) -> Resources:
-    """Return the slots of this machine: those of the filters, else of CUDA_VISIBLE_DEVICES, else all."""
+def _selected_devices(options: argparse.Namespace, filtered: bool) -> list[str]:
+    """Return the devices of CUDA_VISIBLE_DEVICES; none where an option selects those of the job."""
     visible = ranks_command.visible_devices()
-    if filtered and visible is not None:
-        logger.warning("CUDA_VISIBLE_DEVICES=%s is ignored: --include or --exclude selects the devices", visible)
-    elif visible is not None:
-        return OrderedDict({LOCALHOST: [int(slot) for slot in visible.split(",")]})
+    if visible and (filtered or options.num_gpus > 0):
+        logger.warning("CUDA_VISIBLE_DEVICES=%s is ignored: %s selects the devices", ",".join(visible),
+                       "--include or --exclude" if filtered else "--num_gpus")
+        return []
+    return visible
+
+
+def _local_resources(options: argparse.Namespace) -> Resources:
+    """Return the slots of this machine that the filters leave of all, or of those that --num_gpus counts."""
     count = options.num_gpus if options.num_gpus > 0 else ranks_command.device_count()
     if count == 0:
         raise RuntimeError("Unable to proceed, no GPU resources available")
@@ -215,19 +243,50 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises ValueError and RuntimeError as published for wrong options, and `NotSupportedYet` for what is not built.
     """
     options = parse_args(args)
+    with messages_from("error" if options.quiet else options.log_level):
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.elastic_training and options.no_local_rank:
         raise ValueError("--elastic_training: ranks change at a restart, and are told theirs; drop --no_local_rank")
     if options.module and options.no_python:
         raise ValueError("--module and --no_python: the script cannot be both a module and a program; drop one")
-    active, several = job_resources(options)
+    resources = job_resources(options)
+    _warn_of_unused(options, hosts=resources.several and not options.no_ssh)
     if options.autotuning:
-        run_autotuning(options, active)
+        run_autotuning(options, resources.active)
     if options.no_ssh:
-        _run_here(options, active, options.node_rank)
-    elif several:
-        _run_on_hosts(options, active)
+        _run_here(options, resources, options.node_rank)
+    elif resources.several:
+        _run_on_hosts(options, resources.active)
     else:
-        _run_here(options, active, 0)
+        _run_here(options, resources, 0)
+
+
+def _warn_of_unused(options: argparse.Namespace, *, hosts: bool) -> None:
+    """Warn of options that have no effect; `hosts` says whether this command starts the hosts of the job."""
+    elastic, far = options.elastic_training, "hosts that this command starts"
+    for option, given, met, needs in (
+            ("--bind_core_list", options.bind_core_list is not None, options.bind_cores_to_rank, "--bind_cores_to_rank"),
+            ("--min_elastic_nodes", options.min_elastic_nodes >= 0, elastic, "--elastic_training"),
+            ("--max_elastic_nodes", options.max_elastic_nodes >= 0, elastic, "--elastic_training"),
+            ("--node_rank", options.node_rank >= 0, options.no_ssh, "--no_ssh"),
+            ("--launcher_args", options.launcher_args, hosts, far), ("--ssh_port", options.ssh_port, hosts, far),
+            ("--venv_script", options.venv_script, hosts, far)):
+        if given and not met:
+            logger.warning("%s: has no effect without %s", option, needs)
+
+
+@contextmanager
+def messages_from(level: str) -> Generator[None]:
+    """Have the library log messages of this level and above, while the command runs."""
+    before = logger.level
+    logger.setLevel(get_log_level_from_string(level))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def command() -> int:
@@ -240,13 +299,12 @@ def command() -> int:
     return 0
 
 
-def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None:
+def _run_here(options: argparse.Namespace, resources: JobResources, node: int) -> None:
     """Run the ranks of node `node` on this machine. With `--no_ssh` the user starts the others, and all meet."""
-    hosts = list(active)
+    hosts = list(resources.active)
     assert 0 <= node < len(hosts), f"--node_rank: got {node}; with --no_ssh give this node's number, 0 to {len(hosts) - 1}"
     if len(hosts) > 1 and not options.master_addr:
-        raise NotSupportedYet("deepspeed --no_ssh: the address of the first node is not looked up over ssh yet; give "
-                              "--master_addr")
+        raise NotSupportedYet("--no_ssh: the address of the first node is not looked up over ssh yet; give --master_addr")
     more = _elastic_words(options)
     fewest, most = _elastic_nodes(options, len(hosts))
     if len(hosts) > 1:
@@ -254,13 +312,14 @@ def _run_here(options: argparse.Namespace, active: Resources, node: int) -> None
                  "--rendezvous", f"{options.master_addr}:{options.master_port}", "--node-rank", str(node)]
     elif options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more += ["--port", str(options.master_port)]
-    slots = active[hosts[node]]
+    slots = resources.active[hosts[node]]
     words = ranks_command.command(
         options.user_script, options.user_args, ranks=len(slots), module=options.module, program=options.no_python,
         local_rank=not options.no_local_rank, bind=options.bind_cores_to_rank, core_list=options.bind_core_list,
         log_dir=_log_dir(options), more=more)
     with _pid_file(options.save_pid):
-        code = ranks_command.run(words, devices=slots, node=node, nodes=len(hosts), ranks=len(slots))
+        code = ranks_command.run(words, devices=None if resources.named else slots, node=node, nodes=len(hosts),
+                                 ranks=len(slots))
     if code:
         raise SystemExit(code)
 
@@ -270,11 +329,14 @@ def _run_on_hosts(options: argparse.Namespace, active: Resources) -> None:
     multinode_runner.make_runner(options, encode_world_info(active), active)  # raises for what a launcher cannot honour
     exports = ranks_command.exports(EXPORT_ENVS, DEEPSPEED_ENVIRONMENT_PATHS, DEEPSPEED_ENVIRONMENT_NAME, EXCLUDE_ENVS)
     hosts = "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in active.items())
-    more = [*_elastic_words(options), "--hosts", hosts, "--launcher", options.launcher.lower()]
-    if _elastic_nodes(options, len(active)) != (len(active), len(active)):
-        raise NotSupportedYet("deepspeed --elastic_training: a job that is started over ssh ends with a lost host, and does "
-                              "not go on with fewer; start the command on each node with --no_ssh, --node_rank and "
-                              f"--master_addr, or give --min_elastic_nodes {len(active)} --max_elastic_nodes {len(active)}")
+    fewest, most = _elastic_nodes(options, len(active))
+    launcher = LAUNCHERS[options.launcher.lower()]
+    if fewest < most and not launcher.survives:
+        raise NotSupportedYet(f"--elastic_training --launcher {launcher.name}: it ends all hosts where one is lost; use "
+                              f"--launcher pdsh, or give --min_elastic_nodes {most} --max_elastic_nodes {most}")
+    more = [*_elastic_words(options), "--hosts", hosts, "--launcher", launcher.name]
+    if fewest < len(active):
+        more += ["--nodes", str(most) if fewest == most else f"{fewest}:{most}"]
     if options.master_addr or options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more += ["--rendezvous", f"{options.master_addr}:{options.master_port}"]
     for option, value in (("--launcher-args", options.launcher_args), ("--ssh-port", options.ssh_port),
