@@ -11,7 +11,7 @@ name in plain PyTorch: where the owner would raise they return a `DetachedParame
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -77,9 +77,7 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
     if function in _RUNS_BACKWARD and kwargs.get("inputs") is not None:
         kwargs = {**kwargs, "inputs": _edges(kwargs["inputs"])}
     if function not in _PERMITTED:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
-                _read(cast("nn.Parameter", leaf), _name_of(function))
+        args, kwargs = _operands_with_values(function, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  the documented way out
         return function(*args, **kwargs)
 
@@ -101,14 +99,30 @@ def _name_of(function: Callable[..., Any]) -> str:
     return name
 
 
-def _read(parameter: nn.Parameter, name: str) -> None:
-    """Have the owner bring back the values of a guarded parameter, which the operation `name` reads."""
+def _operands_with_values(function: Callable[..., Any], args: tuple[Any, ...],
+                          kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Bring back the values of all released operands of `function`, and put parameters in place of what they detached to."""
+    operands = [leaf.parameter if isinstance(leaf, DetachedParameter) else leaf
+                for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    for operand in operands if function not in _CREATES_LIKE else ():
+        if is_guarded(operand):
+            _read(cast("nn.Parameter", operand), _name_of(function), operands)
+
+    def values(detached: DetachedParameter) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            return detached.parameter.detach()
+
+    return cast("tuple[tuple[Any, ...], dict[str, Any]]", tree_map_only(DetachedParameter, values, (args, kwargs)))
+
+
+def _read(parameter: nn.Parameter, name: str, operands: Sequence[torch.Tensor]) -> None:
+    """Have the owner bring back the values of a guarded parameter, which the operation `name` reads beside `operands`."""
     owner = owner_of(parameter)
     if owner is None:
         raise ReleasedError(f"'{name}' read a sharded parameter {tuple(parameter.shape)} whose engine is gone "
                             f"without giving it back: build the model again. Engines give it back by destroy(), "
                             f"not when they are dropped, or when initialize failed on this rank alone")
-    owner.read(parameter, name)
+    owner.read(parameter, name, operands)
 
 
 class ReleasedStorage:
@@ -128,7 +142,7 @@ class ReleasedStorage:
     size = nbytes
 
     def __getattr__(self, name: str) -> Any:
-        _read(self._parameter, name)
+        _read(self._parameter, name, ())
         return getattr(self._parameter.untyped_storage(), name)
 
 
@@ -138,14 +152,15 @@ class DetachedParameter(torch.Tensor):
     Reading the values while it is released asks the owner, as reading the parameter does.
     """
 
-    _parameter: nn.Parameter
+    parameter: nn.Parameter
+    """Whose values it has."""
 
     @staticmethod
     def __new__(cls: type[DetachedParameter], parameter: nn.Parameter) -> DetachedParameter:
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             detached = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
                 cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-            detached._parameter = parameter
+            detached.parameter = parameter
             return detached
 
     @classmethod
@@ -153,8 +168,8 @@ class DetachedParameter(torch.Tensor):
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func in _DETACHES:
             return args[0]
-        if func in _STORAGES and is_guarded(args[0]._parameter):
-            return ReleasedStorage(args[0]._parameter)
+        if func in _STORAGES and is_guarded(args[0].parameter):
+            return ReleasedStorage(args[0].parameter)
         if func in _READS_METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **(kwargs or {}))
@@ -163,15 +178,7 @@ class DetachedParameter(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        def values(detached: DetachedParameter) -> torch.Tensor:
-            parameter = detached._parameter
-            if is_guarded(parameter) and func not in _CREATES_LIKE:
-                _read(parameter, _name_of(func))
-            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-                return parameter.detach()
-
-        found, named = cast("tuple[tuple[Any, ...], dict[str, Any]]",
-                            tree_map_only(DetachedParameter, values, (args, kwargs or {})))
+        found, named = _operands_with_values(func, args, kwargs or {})
         return func(*found, **named)
 
     def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -338,7 +338,7 @@ class Unit:
         """Whether a read of a released parameter gathers it: not where other ranks may not do the same."""
         return self._scope.is_open or in_backward() or not self.is_sharded
 
-    def read(self, parameter: nn.Parameter, operation: str) -> None:
+    def read(self, parameter: nn.Parameter, operation: str, operands: Sequence[Tensor] = ()) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
         self.check_not_stepped()
         if self.phase is Phase.LOST and self.pending is not None:
