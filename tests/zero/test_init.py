@@ -164,6 +164,29 @@ def together() -> None:
         assert all(torch.equal(expected[each], found[each]) for each in expected), name
 
 
+def copied_at_rest(device: str, dtype: torch.dtype | None, folder: Path) -> None:
+    offload = {"offload_param": {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}}
+    torch.manual_seed(7)
+    with shoal.zero.Init(config={"zero_optimization": {"stage": 3, **offload}}):
+        online = nn.Linear(33, 33)
+    with shoal.zero.Init(dtype=dtype):
+        target = nn.Linear(33, 33)
+    target.weight.data.copy_(online.weight.data)
+    with torch.no_grad():
+        assert target.bias.copy_(online.bias, non_blocking=True) is target.bias
+        online.weight.copy_(online.weight)
+    assert all("released" in repr(p) for model in (online, target) for p in model.parameters())
+    expected, found = values(online), values(target)
+    assert all(torch.equal(expected[name].to(dtype), found[name]) for name in expected)
+    with shoal.gathered(online.weight, modifier_rank=0), torch.no_grad():
+        online.weight.zero_()
+    assert torch.equal(values(target)["weight"], found["weight"]) and not values(online)["weight"].any()
+    for refused in (lambda: target.weight.data.copy_(online.bias.data), lambda: target.weight.data.add_(online.weight.data),
+                    lambda: target.weight.copy_(online.weight)):  # the last one autograd refuses, once it is gathered
+        with pytest.raises(ReleasedError):
+            refused()
+
+
 def resident() -> int:
     """Bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
@@ -226,6 +249,13 @@ def test_a_deepcopy_is_sharded_as_its_source(within: bool, dtype: torch.dtype | 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_operation_finds_all_of_its_operands_gathered(ranks: int) -> None:
     run_ranks(ranks, together)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("none", None), ("cpu", torch.bfloat16), ("nvme", None)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_copy_of_released_parameters_copies_shards(device: str, dtype: torch.dtype | None, ranks: int,
+                                                     tmp_path: Path) -> None:
+    run_ranks(ranks, copied_at_rest, device, dtype, tmp_path)
 
 
 @pytest.mark.host("counts the memory of the process, where a device has its own")

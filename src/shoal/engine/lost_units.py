@@ -36,6 +36,10 @@ class _LostOwner:
     def copy(self, parameter: nn.Parameter) -> None:
         """Return None: a copy is full of NaN, and a plain parameter."""
 
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Return False: there is nothing at rest."""
+        return False
+
     def close(self) -> None:
         """Do nothing: there is no storage to release."""
 

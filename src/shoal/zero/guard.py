@@ -68,7 +68,7 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
         owner = owner_of(args[0])
         if owner is not None and not owner.serves_reads:
             return DetachedParameter(args[0])
-    if _changes_nothing(function, args, kwargs):
+    if _changes_nothing(function, args, kwargs) or (function is torch.Tensor.copy_ and _copies_at_rest(*args)):
         return args[0]
     if function in _ACCESSES_GRAD:
         return read_grad(args[0]) if len(args) == 1 else write_grad(*args)
@@ -97,6 +97,20 @@ def _name_of(function: Callable[..., Any]) -> str:
     if name == "__get__":  # a property: its own name says more
         name = getattr(getattr(function, "__self__", None), "__name__", name)
     return name
+
+
+def _copies_at_rest(target: torch.Tensor, source: torch.Tensor | None = None, *_: object) -> bool:
+    """Copy one released parameter to another as they rest, if their owners can, and say whether it is done.
+
+    Either may be the parameter, or what it detached to. What autograd would record, or refuse, is not.
+    """
+    to, of = (each.parameter if isinstance(each, DetachedParameter) else each for each in (target, source))
+    if not isinstance(of, nn.Parameter) or not isinstance(to, nn.Parameter) or not (is_guarded(to) and is_guarded(of)):
+        return False
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (target, source)):
+        return False
+    owner = owner_of(to)
+    return owner is not None and owner.copy_at_rest(to, of)
 
 
 def _operands_with_values(function: Callable[..., Any], args: tuple[Any, ...],
@@ -170,6 +184,8 @@ class DetachedParameter(torch.Tensor):
             return args[0]
         if func in _STORAGES and is_guarded(args[0].parameter):
             return ReleasedStorage(args[0].parameter)
+        if func is torch.Tensor.copy_ and _copies_at_rest(*args):
+            return args[0]
         if func in _READS_METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **(kwargs or {}))

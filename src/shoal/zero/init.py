@@ -210,6 +210,27 @@ class _TemporaryUnit(Unit):
         """Return a copy that is sharded alike, and released: every rank makes it."""
         return self.session.copy(parameter, self)
 
+    @torch.no_grad()
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Copy this rank's shard: every rank copies its own, and nothing is sent."""
+        other = owner_of(source)
+        if other is self:
+            return True
+        if not isinstance(other, _TemporaryUnit) or not (self.is_released and other.is_released):
+            return False
+        if other.layout != self.layout or other.communicator.members != self.communicator.members:
+            return False
+        rest = slice(self.resting_range.start, self.resting_range.stop)
+        self.bring_shard()
+        other.bring_shard()
+        try:
+            self.full[rest].copy_(other.full[rest])
+            self.memory.mark_dirty()
+        finally:
+            other.release()
+            self.release()
+        return True
+
 
 def _is_part(tensor: Tensor, memory: Tensor) -> bool:
     """Whether `tensor` lies in the storage of `memory`. A subclass of tensors may have a storage without an address."""

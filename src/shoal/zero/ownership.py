@@ -45,6 +45,13 @@ class Owner(Protocol):
         """Return a copy of the released `parameter` that has an owner of its own; None: `read` serves the copy."""
         ...
 
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Copy the values of the released `source` to the released `parameter`, and gather neither.
+
+        Return False, and do nothing, where they do not rest alike: `read` serves the copy.
+        """
+        ...
+
     def close(self) -> None:
         """Give up the resting state: the parameters have another owner."""
         ...

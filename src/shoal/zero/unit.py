@@ -361,6 +361,10 @@ class Unit:
         """Return None: a copy of a released parameter reads its values, as any other operation does."""
         return None
 
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Return False: a write to a released parameter reads its values, as any other operation does."""
+        return False
+
     # Training: a frozen unit has no gradient, and no master
 
     @property
