@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,83 @@ def copied(within: bool, dtype: torch.dtype | None, device: str, folder: Path) -
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def halved(pair: Pair) -> None:
+    for mine, other in zip(pair.a.parameters(), pair.b.parameters(), strict=True):
+        mine.data.mul_(0.5).add_(other.data, alpha=0.5)
+
+
+def written(pair: Pair) -> None:
+    pair.a.weight[:2] = pair.b.weight[3:]
+
+
+def mean(pair: Pair) -> None:
+    pair.a.weight.copy_(torch.stack([each.weight for each in (pair.a, pair.b, pair.c)]).mean(0))
+
+
+def assigned(pair: Pair) -> None:
+    pair.a.weight.data = pair.b.weight.data
+
+
+def drawn(pair: Pair) -> None:
+    pair.a.weight.data = torch.rand(5, 5)
+
+
+TOGETHER: dict[str, Callable[[Pair], object]] = {
+    "copy": lambda pair: pair.a.weight.data.copy_(pair.b.weight.data),
+    "copy to a parameter": lambda pair: pair.a.weight.copy_(pair.b.weight),
+    "product": lambda pair: pair.a.weight.add_(pair.b.weight @ pair.c.weight),
+    "product of data": lambda pair: pair.a.weight.data.add_(pair.b.weight.data * pair.c.weight),
+    "list": lambda pair: pair.a.bias.copy_(nn.utils.parameters_to_vector(pair.b.parameters())[:5]),
+    "load": lambda pair: pair.a.load_state_dict(pair.b.state_dict()),
+    "comparison": lambda pair: pair.a.weight.fill_(torch.equal(pair.a.weight, pair.b.weight)),
+    "halved": halved, "written": written, "mean": mean, "assigned": assigned, "drawn": drawn}
+"""Operations on several parameters of a model, each of which is released before it."""
+
+
+class Pair(nn.Module):
+    """Its constructor runs an operation on parameters that are sharded already."""
+
+    def __init__(self, operation: Callable[[Pair], object]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(5, 5) for _ in range(3))
+        with torch.no_grad():
+            operation(self)
+
+
+def together() -> None:
+    for name, operation in TOGETHER.items():
+        torch.manual_seed(7)
+        expected = values(Pair(operation))
+        torch.manual_seed(7 + dist.get_rank())  # what rank 0 draws counts
+        with shoal.zero.Init():
+            pair = Pair(operation)
+        found = values(pair)
+        assert all(torch.equal(expected[each], found[each]) for each in expected), name
+
+
+def copied_at_rest(device: str, dtype: torch.dtype | None, folder: Path) -> None:
+    offload = {"offload_param": {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}}
+    torch.manual_seed(7)
+    with shoal.zero.Init(config={"zero_optimization": {"stage": 3, **offload}}):
+        online = nn.Linear(33, 33)
+    with shoal.zero.Init(dtype=dtype):
+        target = nn.Linear(33, 33)
+    target.weight.data.copy_(online.weight.data)
+    with torch.no_grad():
+        assert target.bias.copy_(online.bias, non_blocking=True) is target.bias
+        online.weight.copy_(online.weight)
+    assert all("released" in repr(p) for model in (online, target) for p in model.parameters())
+    expected, found = values(online), values(target)
+    assert all(torch.equal(expected[name].to(dtype), found[name]) for name in expected)
+    with shoal.gathered(online.weight, modifier_rank=0), torch.no_grad():
+        online.weight.zero_()
+    assert torch.equal(values(target)["weight"], found["weight"]) and not values(online)["weight"].any()
+    for refused in (lambda: target.weight.data.copy_(online.bias.data), lambda: target.weight.data.add_(online.weight.data),
+                    lambda: target.weight.copy_(online.weight)):  # the last one autograd refuses, once it is gathered
+        with pytest.raises(ReleasedError):
+            refused()
+
+
 def resident() -> int:
     """Bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
@@ -191,6 +269,18 @@ def test_initialisation_in_and_after_constructors_gives_the_same_values() -> Non
 def test_a_deepcopy_is_sharded_as_its_source(within: bool, dtype: torch.dtype | None, device: str, ranks: int,
                                              tmp_path: Path) -> None:
     run_ranks(ranks, copied, within, dtype, device, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_operation_finds_all_of_its_operands_gathered(ranks: int) -> None:
+    run_ranks(ranks, together)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("none", None), ("cpu", torch.bfloat16), ("nvme", None)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_copy_of_released_parameters_copies_shards(device: str, dtype: torch.dtype | None, ranks: int,
+                                                     tmp_path: Path) -> None:
+    run_ranks(ranks, copied_at_rest, device, dtype, tmp_path)
 
 
 @pytest.mark.host("counts the memory of the process, where a device has its own")

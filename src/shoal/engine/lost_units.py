@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class _LostOwner:
     serves_reads = True
     grads = None
 
-    def read(self, parameter: nn.Parameter, operation: str) -> None:
+    def read(self, parameter: nn.Parameter, operation: str, operands: Sequence[torch.Tensor] = ()) -> None:
         """Give `parameter` memory of its own, full of NaN, which may be read and written from here on."""
         unguard(parameter)
         clear_owner(parameter)
@@ -35,6 +35,10 @@ class _LostOwner:
 
     def copy(self, parameter: nn.Parameter) -> None:
         """Return None: a copy is full of NaN, and a plain parameter."""
+
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Return False: there is nothing at rest."""
+        return False
 
     def close(self) -> None:
         """Do nothing: there is no storage to release."""

@@ -11,7 +11,7 @@ name in plain PyTorch: where the owner would raise they return a `DetachedParame
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -68,7 +68,7 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
         owner = owner_of(args[0])
         if owner is not None and not owner.serves_reads:
             return DetachedParameter(args[0])
-    if _changes_nothing(function, args, kwargs):
+    if _changes_nothing(function, args, kwargs) or (function is torch.Tensor.copy_ and _copies_at_rest(*args)):
         return args[0]
     if function in _ACCESSES_GRAD:
         return read_grad(args[0]) if len(args) == 1 else write_grad(*args)
@@ -77,9 +77,7 @@ def _torch_function(cls: type, function: Callable[..., Any], types: tuple[type, 
     if function in _RUNS_BACKWARD and kwargs.get("inputs") is not None:
         kwargs = {**kwargs, "inputs": _edges(kwargs["inputs"])}
     if function not in _PERMITTED:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and is_guarded(leaf):
-                _read(cast("nn.Parameter", leaf), _name_of(function))
+        args, kwargs = _operands_with_values(function, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]  the documented way out
         return function(*args, **kwargs)
 
@@ -101,14 +99,44 @@ def _name_of(function: Callable[..., Any]) -> str:
     return name
 
 
-def _read(parameter: nn.Parameter, name: str) -> None:
-    """Have the owner bring back the values of a guarded parameter, which the operation `name` reads."""
+def _copies_at_rest(target: torch.Tensor, source: torch.Tensor | None = None, *_: object) -> bool:
+    """Copy one released parameter to another as they rest, if their owners can, and say whether it is done.
+
+    Either may be the parameter, or what it detached to. What autograd would record, or refuse, is not.
+    """
+    to, of = (each.parameter if isinstance(each, DetachedParameter) else each for each in (target, source))
+    if not isinstance(of, nn.Parameter) or not isinstance(to, nn.Parameter) or not (is_guarded(to) and is_guarded(of)):
+        return False
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (target, source)):
+        return False
+    owner = owner_of(to)
+    return owner is not None and owner.copy_at_rest(to, of)
+
+
+def _operands_with_values(function: Callable[..., Any], args: tuple[Any, ...],
+                          kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Bring back the values of all released operands of `function`, and put parameters in place of what they detached to."""
+    operands = [leaf.parameter if isinstance(leaf, DetachedParameter) else leaf
+                for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    for operand in operands if function not in _CREATES_LIKE else ():
+        if is_guarded(operand):
+            _read(cast("nn.Parameter", operand), _name_of(function), operands)
+
+    def values(detached: DetachedParameter) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            return detached.parameter.detach()
+
+    return cast("tuple[tuple[Any, ...], dict[str, Any]]", tree_map_only(DetachedParameter, values, (args, kwargs)))
+
+
+def _read(parameter: nn.Parameter, name: str, operands: Sequence[torch.Tensor]) -> None:
+    """Have the owner bring back the values of a guarded parameter, which the operation `name` reads beside `operands`."""
     owner = owner_of(parameter)
     if owner is None:
         raise ReleasedError(f"'{name}' read a sharded parameter {tuple(parameter.shape)} whose engine is gone "
                             f"without giving it back: build the model again. Engines give it back by destroy(), "
                             f"not when they are dropped, or when initialize failed on this rank alone")
-    owner.read(parameter, name)
+    owner.read(parameter, name, operands)
 
 
 class ReleasedStorage:
@@ -128,7 +156,7 @@ class ReleasedStorage:
     size = nbytes
 
     def __getattr__(self, name: str) -> Any:
-        _read(self._parameter, name)
+        _read(self._parameter, name, ())
         return getattr(self._parameter.untyped_storage(), name)
 
 
@@ -138,14 +166,15 @@ class DetachedParameter(torch.Tensor):
     Reading the values while it is released asks the owner, as reading the parameter does.
     """
 
-    _parameter: nn.Parameter
+    parameter: nn.Parameter
+    """Whose values it has."""
 
     @staticmethod
     def __new__(cls: type[DetachedParameter], parameter: nn.Parameter) -> DetachedParameter:
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             detached = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage]
                 cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-            detached._parameter = parameter
+            detached.parameter = parameter
             return detached
 
     @classmethod
@@ -153,8 +182,10 @@ class DetachedParameter(torch.Tensor):
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func in _DETACHES:
             return args[0]
-        if func in _STORAGES and is_guarded(args[0]._parameter):
-            return ReleasedStorage(args[0]._parameter)
+        if func in _STORAGES and is_guarded(args[0].parameter):
+            return ReleasedStorage(args[0].parameter)
+        if func is torch.Tensor.copy_ and _copies_at_rest(*args):
+            return args[0]
         if func in _READS_METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **(kwargs or {}))
@@ -163,15 +194,7 @@ class DetachedParameter(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
-        def values(detached: DetachedParameter) -> torch.Tensor:
-            parameter = detached._parameter
-            if is_guarded(parameter) and func not in _CREATES_LIKE:
-                _read(parameter, _name_of(func))
-            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-                return parameter.detach()
-
-        found, named = cast("tuple[tuple[Any, ...], dict[str, Any]]",
-                            tree_map_only(DetachedParameter, values, (args, kwargs or {})))
+        found, named = _operands_with_values(func, args, kwargs or {})
         return func(*found, **named)
 
     def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -8,12 +8,12 @@ into its units, one unit at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +29,8 @@ from shoal.tier.settings import AioSettings, OffloadParam
 from shoal.tier.store import open_store
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
+from shoal.zero.guard import is_guarded
+from shoal.zero.other_memory import take_over
 from shoal.zero.ownership import owner_of
 from shoal.zero.partition import has_unit
 from shoal.zero.placement import STAGES
@@ -109,9 +111,12 @@ class Init:
             self._shard_pending()
         self._scope.close(self)
 
-    def open(self, unit: Unit) -> None:
-        """Gather a unit for one operation; the next event shards it again with what the operation wrote."""
-        self._close_opened()
+    def open(self, unit: Unit, operands: Sequence[Tensor]) -> None:
+        """Gather a unit for one operation; the next event shards it again with what the operation wrote.
+
+        Units whose memory the other `operands` of the operation use stay gathered.
+        """
+        self._close_opened(operands)
         unit.gather()
         self._opened.append(unit)
 
@@ -144,11 +149,16 @@ class Init:
             trim()
             self._freed = 0
 
-    def _close_opened(self) -> None:
-        while self._opened:
-            unit = self._opened.pop()
-            unit.broadcast_edit(0)
-            unit.release()
+    def _close_opened(self, operands: Sequence[Tensor] = ()) -> None:
+        """Shard what was opened, as rank 0 wrote it, but for units whose memory one of `operands` uses."""
+        opened, self._opened = self._opened, []
+        for unit in opened:
+            if any(_is_part(operand, unit.full) for operand in operands):
+                self._opened.append(unit)
+            else:
+                take_over(unit, keep=False)
+                unit.broadcast_edit(0)
+                unit.release()
 
     def copy(self, parameter: nn.Parameter, source: Unit) -> nn.Parameter:
         """Return a copy of a released parameter, whose shard on this rank is that of `source`: nothing is sent."""
@@ -192,15 +202,42 @@ class _TemporaryUnit(Unit):
         """False: each operation gathers by itself, and a tensor from `detach` would not stay valid."""
         return False
 
-    def read(self, parameter: nn.Parameter, operation: str) -> None:
+    def read(self, parameter: nn.Parameter, operation: str, operands: Sequence[Tensor] = ()) -> None:
         if self._scope.is_open:
-            self.session.open(self)
+            self.session.open(self, operands)
         else:
-            super().read(parameter, operation)
+            super().read(parameter, operation, operands)
 
     def copy(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a copy that is sharded alike, and released: every rank makes it."""
         return self.session.copy(parameter, self)
+
+    @torch.no_grad()
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Copy this rank's shard: every rank copies its own, and nothing is sent."""
+        other = owner_of(source)
+        if other is self:
+            return True
+        if not isinstance(other, _TemporaryUnit) or not (self.is_released and other.is_released):
+            return False
+        if other.layout != self.layout or other.communicator.members != self.communicator.members:
+            return False
+        rest = slice(self.resting_range.start, self.resting_range.stop)
+        self.bring_shard()
+        other.bring_shard()
+        try:
+            self.full[rest].copy_(other.full[rest])
+            self.memory.mark_dirty()
+        finally:
+            other.release()
+            self.release()
+        return True
+
+
+def _is_part(tensor: Tensor, memory: Tensor) -> bool:
+    """Whether `tensor` lies in the storage of `memory`. A subclass of tensors may have a storage without an address."""
+    return (not is_guarded(tensor) and tensor.layout is torch.strided
+            and torch._C._is_alias_of(tensor, memory))  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def _timeout(config: Mapping[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, cast
 from weakref import ReferenceType, ref
 
@@ -36,12 +37,19 @@ class Owner(Protocol):
         """The reader of `grad` at present; None where scripts find the attribute that autograd writes."""
         ...
 
-    def read(self, parameter: nn.Parameter, operation: str) -> None:
-        """Bring back the memory of `parameter`, or raise."""
+    def read(self, parameter: nn.Parameter, operation: str, operands: Sequence[Tensor] = ()) -> None:
+        """Bring back the memory of `parameter`, or raise. What the operation's other `operands` have in memory stays."""
         ...
 
     def copy(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return a copy of the released `parameter` that has an owner of its own; None: `read` serves the copy."""
+        ...
+
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Copy the values of the released `source` to the released `parameter`, and gather neither.
+
+        Return False, and do nothing, where they do not rest alike: `read` serves the copy.
+        """
         ...
 
     def close(self) -> None:

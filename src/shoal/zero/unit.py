@@ -338,7 +338,7 @@ class Unit:
         """Whether a read of a released parameter gathers it: not where other ranks may not do the same."""
         return self._scope.is_open or in_backward() or not self.is_sharded
 
-    def read(self, parameter: nn.Parameter, operation: str) -> None:
+    def read(self, parameter: nn.Parameter, operation: str, operands: Sequence[Tensor] = ()) -> None:
         """Serve a read of a parameter's data outside its own module: wait, gather, or raise."""
         self.check_not_stepped()
         if self.phase is Phase.LOST and self.pending is not None:
@@ -360,6 +360,10 @@ class Unit:
     def copy(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return None: a copy of a released parameter reads its values, as any other operation does."""
         return None
+
+    def copy_at_rest(self, parameter: nn.Parameter, source: nn.Parameter) -> bool:
+        """Return False: a write to a released parameter reads its values, as any other operation does."""
+        return False
 
     # Training: a frozen unit has no gradient, and no master
 
