@@ -18,7 +18,7 @@ or the event to the stream, raises nothing and waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -365,7 +365,8 @@ def registers_pages(device: torch.device) -> bool:
 def lock_pages(address: int, size: int) -> Callable[[], object]:
     """Page-lock host memory, for which torch's allocator of pinned memory takes the next power of two and keeps it.
 
-    Returns what unlocks it, to be called before the memory is unmapped. Raises `UsageError` where the system refuses.
+    Returns what unlocks it, to be called before the memory is unmapped: it waits for copies that may still read the memory.
+    Raises `UsageError` where the system refuses.
     """
     runtime: Any = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
@@ -373,7 +374,13 @@ def lock_pages(address: int, size: int) -> Callable[[], object]:
         raise UsageError(f"pin_memory: the system refuses to page-lock {size:,} bytes of host memory (error {code} of "
                          f"cudaHostRegister): leave memory free, raise the limit of locked memory (ulimit -l), or set "
                          f"pin_memory to false")
-    return partial(runtime.cudaHostUnregister, address)
+    return partial(_unlock_pages, runtime, address)
+
+
+def _unlock_pages(runtime: Any, address: int) -> None:
+    with suppress(RuntimeError):  # in a process that ends, or a forked one, the device is gone
+        torch.cuda.synchronize()
+    runtime.cudaHostUnregister(address)
 
 
 # Random numbers
