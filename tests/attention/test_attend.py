@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.attention import Blocks, attend
+from shoal.attention import (
+    BigBirdSparsityConfig,
+    Blocks,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    VariableSparsityConfig,
+    attend,
+)
 from shoal.attention.attend import BACKENDS
 from shoal.attention.call import HIDES
 from shoal.errors import UsageError
@@ -252,6 +262,24 @@ def test_bits_do_not_depend_on_the_default_dtype(backend: Any, dtype: torch.dtyp
     expected = passes(backend, tensors, blocks, **options)
     with default_dtype(dtype):
         assert all(map(torch.equal, passes(backend, tensors, blocks, **options), expected))
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("kind", [FixedSparsityConfig, VariableSparsityConfig, BigBirdSparsityConfig,
+                                  BSLongformerSparsityConfig, LocalSlidingWindowSparsityConfig, DenseSparsityConfig])
+def test_bits_do_not_depend_on_the_default_device(backend: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = operands(Blocks.dense(80, 80, 16), 4, 2, 24)
+
+    def computed() -> list[Tensor]:
+        monkeypatch.setattr("shoal.attention.blocks._cache", OrderedDict())  # whose blocks are made already
+        structure = kind(4, 16)
+        assert structure.make_layout(80).is_cpu
+        torch.manual_seed(2)
+        return passes(backend, tensors, structure.blocks(80), dropout=0.1, causal=True)
+
+    expected = computed()
+    with torch.device("meta"):
+        assert all(map(torch.equal, computed(), expected))
 
 
 def test_results_in_huge_pages_have_the_bits_of_smaller_ones() -> None:

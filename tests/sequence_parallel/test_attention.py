@@ -384,6 +384,22 @@ def test_ranks_without_heads_take_part() -> None:
     assert [bool((gradient == 3).all()) for gradient, in run_ranks(3, no_heads, 3)] == [True] * 3
 
 
+def on_default_device(device: str, exchange: Any, layout: str) -> Tensor:
+    axis = SequenceAxis(dist.group.WORLD)
+    leaves = [each[:, :, axis.part(LENGTH)].requires_grad_() for each in Case(layout).operands()[:3]]
+    torch.manual_seed(2)
+    with torch.device(device):
+        output = attend_sequence(*leaves, axis, Case(layout).blocks(), dropout=0.1, exchange=exchange)
+        output.backward(leaves[0].detach())
+    return torch.stack([output.detach(), *(each.grad for each in leaves if each.grad is not None)])
+
+
+@pytest.mark.parametrize(("exchange", "layout"), [("heads", "dense"), ("heads", "bigbird"), ("blocks", "bigbird")])
+def test_the_default_device_changes_nothing_on_any_rank(exchange: str, layout: str) -> None:
+    usual, other = (torch.stack(run_ranks(2, on_default_device, device, exchange, layout)) for device in ("cpu", "meta"))
+    assert torch.equal(usual, other)
+
+
 def under_autocast(exchange: Any) -> Tensor:
     axis = SequenceAxis(dist.group.WORLD)
     query, key, value = (each[:, :, axis.part(LENGTH)] for each in Case("window").operands()[:3])

@@ -86,7 +86,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
             terms.append(term)
             hidden.append(_hidden(name, term, blocks))
     if dropout and seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
     call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
                          biased=bias is not None, dropout=dropout, seed=index(seed or 0), hidden=_any(hidden),
                          first_head=first_head)

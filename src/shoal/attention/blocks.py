@@ -85,7 +85,7 @@ class Blocks:
     @staticmethod
     def dense(length: int, kv_length: int, block: int) -> Blocks:
         """Return the layout of ones; both lengths are multiples of `block`."""
-        return Blocks.of(torch.ones(1, length // block, kv_length // block, dtype=torch.bool), block)
+        return Blocks.of(torch.ones(1, length // block, kv_length // block, dtype=torch.bool, device="cpu"), block)
 
     @property
     def length(self) -> int:
@@ -110,8 +110,9 @@ class Blocks:
     @cached_property
     def row_positions(self) -> Tensor:
         """The position in the whole sequence of each query: (heads, length) int64."""
-        numbers = (torch.arange(self.row_blocks).repeat(self.heads) if self.row_places is None else self.row_places.long())
-        return (numbers.view(self.heads, -1, 1) * self.block + torch.arange(self.block)).flatten(1)
+        numbers = (torch.arange(self.row_blocks, device="cpu").repeat(self.heads) if self.row_places is None else
+                   self.row_places.long())
+        return (numbers.view(self.heads, -1, 1) * self.block + torch.arange(self.block, device="cpu")).flatten(1)
 
     @cached_property
     def lower(self) -> Blocks:
@@ -121,7 +122,7 @@ class Blocks:
     @cached_property
     def rows(self) -> Tensor:
         """The row of blocks of each visited block, counted over all stored heads: (visited,) int64."""
-        return torch.repeat_interleave(torch.arange(self.heads * self.row_blocks), self.starts.diff())
+        return torch.repeat_interleave(torch.arange(self.heads * self.row_blocks, device="cpu"), self.starts.diff())
 
     @cached_property
     def digest(self) -> str:

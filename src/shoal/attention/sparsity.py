@@ -65,7 +65,7 @@ class SparsityConfig:
         Raises ConfigError for a length that is no multiple of the block.
         """
         blocks = self._count(seq_len)
-        return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
+        return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64, device="cpu")
 
     def make_layout(self, seq_len: int) -> Tensor:
         """Return the layout (heads, blocks, blocks) of `seq_len` positions.
@@ -224,7 +224,7 @@ class _Structure(SparsityConfig):
         return layout
 
     def _nothing(self, blocks: int) -> Tensor:
-        return torch.zeros(self.num_layout_heads, blocks, blocks, dtype=torch.bool)
+        return torch.zeros(self.num_layout_heads, blocks, blocks, dtype=torch.bool, device="cpu")
 
     def _draw(self, layout: Tensor, count: int, *, lower: bool) -> None:
         """Set `count` random columns of each row, with `lower` none after the row's own."""
@@ -283,7 +283,7 @@ class FixedSparsityConfig(_Structure):
     def _visited(self, blocks: int) -> Tensor:
         layout = self._nothing(blocks)
         lower = self.attention == "unidirectional"
-        window = torch.arange(blocks) // self.num_local_blocks
+        window = torch.arange(blocks, device="cpu") // self.num_local_blocks
         local = window[:, None] == window
         layout |= local.tril() if lower else local
         for head, of_head in enumerate(layout):
@@ -364,7 +364,7 @@ class VariableSparsityConfig(_Ranges):
         layout = self._nothing(blocks)
         lower = self.attention == "unidirectional"
         for start, end in self._windows(blocks):
-            inside = torch.ones(end - start, end - start, dtype=torch.bool)
+            inside = torch.ones(end - start, end - start, dtype=torch.bool, device="cpu")
             layout[:, start:end, start:end] |= inside.tril() if lower else inside
         for columns in self._global_slices(blocks):
             layout[:, columns.start if lower else 0:, columns] = True
@@ -464,5 +464,5 @@ class LocalSlidingWindowSparsityConfig(_Structure):
 
 def _window(blocks: int, size: int) -> Tensor:
     """Return the blocks (blocks, blocks) that lie at most floor(size / 2) from the diagonal."""
-    position = torch.arange(blocks)
+    position = torch.arange(blocks, device="cpu")
     return (position[:, None] - position).abs() <= size // 2

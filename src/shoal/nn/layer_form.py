@@ -94,7 +94,7 @@ def transformer_layer(x: Tensor, mask: Tensor | None, weights: LayerWeights, for
     a mask of another shape, or of whole numbers.
     """
     _check_mask(mask, x, form)
-    seeds = [number ^ seed for number in torch.randint(2**62, (3,)).tolist()] if (
+    seeds = [number ^ seed for number in torch.randint(2**62, (3,), device="cpu").tolist()] if (
         form.attention_dropout or form.hidden_dropout) else [0, 0, 0]
     first = weights.attention_norm
     # The passes add the biases where they serve the layer's dtype; autocast may give products another one.

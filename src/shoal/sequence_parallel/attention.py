@@ -75,7 +75,7 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
         return query.new_zeros(*query.shape[:3], value.shape[3]) + 0 * (query.sum() + key.sum() + value.sum())
     scale = scale_of(scale, query.shape[-1])
     if dropout and seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
     if blocks is not None and causal:
         blocks = blocks.lower
     chosen = _choose(query, key, value, axis, blocks, exchange)
