@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -395,6 +396,20 @@ def _bad(**changes: Any) -> dict[str, Any]:
     (_bad(dropout=1.0), "dropout is a probability"),
     (_bad(dropout=0.1, seed=1.5), "seed is a whole number, or None; got 1.5"),
     (_bad(blocks=torch.ones(1, 4, 4)), "of class Blocks; got Tensor: give Blocks.of(layout, block)"),
+    (_bad(causal="no"), "causal is true or false; got 'no'"),
+    (_bad(dropout="0.1"), "dropout is a probability, at least 0 and below 1; got '0.1'"),
+    (_bad(dropout=None), "got None"),
+    (_bad(dropout=torch.tensor(0.1)), "dropout is a probability, at least 0 and below 1; got tensor(0.1000)"),
+    (_bad(dropout=0.1, seed=torch.tensor([1, 2])), "seed is a whole number, or None; got tensor([1, 2])"),
+    (_bad(first_head=0.5), "first_head is the number of a head, from 0; got 0.5"),
+    (_bad(first_head=-1), "first_head is the number of a head, from 0; got -1"),
+    (_bad(query=None), "query is a tensor (batches, heads, length, dim); got NoneType: give one"),
+    (_bad(key=[[1.0]]), "key is a tensor (batches, heads, length, dim); got list: give torch.as_tensor of it"),
+    (_bad(value=torch.zeros(1, 2, 64, 8).to_sparse()), "got one of torch.sparse_coo: give its to_dense()"),
+    (_bad(query=torch.nested.as_nested_tensor(torch.zeros(1, 2, 64, 8))), "got a nested one: give its to_padded_tensor"),
+    (_bad(bias=[[0.0]]), "bias is a tensor (batches or 1, heads or 1, length, kv_length); got list"),
+    (_bad(bias=torch.eye(64).to_sparse()), "got one of torch.sparse_coo"),
+    (_bad(key_padding=torch.zeros(1, 64).to_sparse()), "key_padding is a dense tensor of bool, whole or float numbers"),
     (_bad(mask=[[1]]), "mask is a tensor of bool, whole or float numbers; got list"),
     (_bad(mask=torch.zeros(64, 64, dtype=torch.complex64)), "got torch.complex64"),
     (_bad(backend="fast"), "backend is one of"),
@@ -474,12 +489,32 @@ def test_products_are_of_fp32_within_autocast(backend: Any, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(("layout", "message"), [
     (torch.ones(4, 4), "(heads, query blocks, key blocks)"), (torch.full((1, 2, 2), 2), "entries 0 and 1 alone"),
-    (torch.ones(1, 0, 2), "each at least 1"),
+    (torch.ones(1, 0, 2), "each at least 1"), (torch.ones(1, 2, 2, dtype=torch.complex64), "got torch.complex64 on cpu"),
+    (torch.ones(1, 2, 2, device="meta"), "on meta: give bool or whole numbers, on a device that stores them"),
+    (torch.ones(1, 2, 2).to_sparse(), "got one of torch.sparse_coo: give its to_dense()"),
 ])  # fmt: skip
 def test_bad_layouts_are_refused(layout: Tensor, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         Blocks.of(layout, 16)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ((64.0, 64, 16), "a length is a whole number of positions, at least one block; got 64.0"),
+    ((65, 64, 16), "a length is a multiple of the block, 16; got 65: pad it by 15"),
+    ((64, 64, 0), "a block is a whole number of positions, at least one; got 0"),
+])  # fmt: skip
+def test_bad_sizes_of_the_layout_of_ones_are_refused(sizes: tuple[Any, int, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Blocks.dense(*sizes)
+
+
+def test_options_may_be_numbers_of_numpy() -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    expected = attend(*tensors, blocks, causal=True, dropout=0.5, seed=3, first_head=1)
+    numbers: dict[str, Any] = {"causal": np.True_, "dropout": np.float32(0.5), "seed": np.int64(3), "first_head": np.int8(1)}
+    assert torch.equal(attend(*tensors, blocks, **numbers), expected)
 
 
 def test_the_native_backend_is_built_where_there_is_a_compiler() -> None:
