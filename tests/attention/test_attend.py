@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.nn import functional as F
 
 from shoal.attention import (
@@ -448,6 +449,36 @@ def test_transforms_of_functions_are_computed_by_the_reference_alone() -> None:
     leaf = query.clone().requires_grad_()
     total(leaf, "auto").backward()
     torch.testing.assert_close(torch.func.grad(total)(query, "reference"), leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+class OfItself(nn.Module):
+    """The attention of a sequence to itself, and a product."""
+
+    def __init__(self, backend: Any):
+        super().__init__()
+        self.backend, self.blocks = backend, Blocks.dense(64, 64, 16)
+
+    def forward(self, query: Tensor) -> Tensor:
+        return 2.0 * attend(query, query, query, self.blocks, dropout=0.5, seed=1, backend=self.backend)
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
+def test_a_compiled_model_breaks_its_graph_at_attention(backend: Any) -> None:
+    module, results = OfItself(backend), []
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=backend == "reference")):
+        leaf = torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        output = call(leaf)
+        results.append([output.detach(), *torch.autograd.grad(output.sum(), leaf)])
+    torch.testing.assert_close(*results)
+
+
+def test_a_graph_without_breaks_names_the_backend_that_it_can_have() -> None:
+    query = torch.randn(1, 2, 64, 8)
+    with pytest.raises(Unsupported, match="only backend='reference' is part of a graph"):
+        torch.compile(OfItself("auto"), backend="aot_eager", fullgraph=True)(query)
+    with pytest.raises(UsageError, match=r"where torch.export, .* only backend='reference' computes; got backend='auto'"):
+        torch.export.export(OfItself("auto"), (query,))
 
 
 @pytest.mark.parametrize("backend", ["auto", "gather", "reference"])

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite, sqrt
 from numbers import Real
 from operator import index
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from shoal.attention import flex, gather, reference
 from shoal.attention.arguments import check_tensor, switch, whole_number
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall, Term
-from shoal.autograd import check_first_derivative, in_function_transform, isolated
+from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
 from shoal.device import HOST, has_triton
 from shoal.errors import UsageError
 from shoal.log import warn_once
@@ -48,6 +48,22 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex", "triton")
 
 
+_F = TypeVar("_F", bound=Callable[..., Tensor])
+
+
+def _outside_graphs(function: _F) -> _F:
+    """Let torch.compile break its graph at a call, but for the reference: kernels take the addresses of tensors."""
+    eager = torch.compiler.disable(function, reason="block-sparse attention computes outside graphs of torch.compile; only "
+                                                    "backend='reference' is part of a graph")
+
+    @wraps(function)
+    def chosen(*operands: Any, **options: Any) -> Tensor:
+        return (function if options.get("backend") == "reference" else eager)(*operands, **options)
+
+    return cast("_F", chosen)
+
+
+@_outside_graphs
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float | None = None, causal: bool = False,
            key_padding: Tensor | None = None, key_padding_mode: Mode = "add", mask: Tensor | None = None,
            mask_mode: Mode = "add", bias: Tensor | None = None, dropout: float = 0.0, seed: int | None = None,
@@ -378,8 +394,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
             raise UsageError(f"attend: {name} has length {length}, the layout is for {expected}; {fix}")
     if causal and blocks.length != blocks.kv_length:
         raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
-    if backend != "reference" and in_function_transform():
-        raise UsageError("attend: within a transform of torch.func, and in forward mode, only backend='reference' computes; "
+    if backend != "reference" and (in_function_transform() or in_trace()):
+        raise UsageError("attend: within a transform of torch.func, in forward mode, and where torch.export, make_fx or "
+                         "torch.jit.trace records operators, only backend='reference' computes; "
                          f"got backend={backend!r}. It has all scores in memory")
 
 
