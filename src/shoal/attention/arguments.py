@@ -1,4 +1,4 @@
-"""The kinds of the arguments of attention: another kind raises UsageError, and not the AttributeError of a first use."""
+"""The kinds of the arguments of attention: another kind raises an error that says so, where it is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 
 __all__ = ["check_tensor", "switch", "whole_number"]
 
@@ -25,17 +25,18 @@ def check_tensor(name: str, value: object, meaning: str) -> None:
         raise UsageError(f"{name} is a dense tensor {meaning}; got one of {value.layout}: give its to_dense()")
 
 
-def whole_number(name: str, value: object, allowed: str = "a whole number", *, least: int | None = None) -> int:
-    """Return `value`, an integer of Python, numpy or torch. Raises UsageError for others, and for those below `least`."""
+def whole_number(name: str, value: object, allowed: str = "a whole number", *, least: int | None = None,
+                 error: type[ShoalError] = UsageError) -> int:
+    """Return `value`, an integer of Python, numpy or torch. Raises `error` for others, and for those below `least`."""
     try:
         number = index(value)  # pyright: ignore[reportArgumentType]  what is no integer raises
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None or (least is not None and number < least):
-        raise UsageError(f"{name} is {allowed}; got {value!r}")
+        raise error(f"{name} is {allowed}; got {value!r}")
     return number
 
 
-def switch(name: str, value: object) -> bool:
-    """Return `value`, true or false of Python, numpy or torch. Raises UsageError for others, such as text."""
-    return bool(value) if isinstance(value, np.bool_) else bool(whole_number(name, value, "true or false"))
+def switch(name: str, value: object, *, error: type[ShoalError] = UsageError) -> bool:
+    """Return `value`, true or false of Python, numpy or torch. Raises `error` for others, such as text."""
+    return bool(value) if isinstance(value, np.bool_) else bool(whole_number(name, value, "true or false", error=error))

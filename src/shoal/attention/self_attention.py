@@ -55,7 +55,7 @@ class SparseSelfAttention(nn.Module):
         Raises ConfigError for a length that is no multiple of the block, or above `max_seq_length`.
         """
         block = self.sparsity_config.block
-        length = whole_number("SparseSelfAttention: a length", L)
+        length = whole_number("SparseSelfAttention: a length", L, error=ConfigError)
         if length < 1 or length % block:
             raise ConfigError(f"SparseSelfAttention: got length {length}, which is no multiple of the block, {block}; pad "
                               f"it by {-length % block} (SparseAttentionUtils.pad_to_block_size)")
@@ -182,12 +182,8 @@ def value_of(config: Any, name: str, default: Any) -> Any:
 
 def _size_of(config: Any, name: str) -> int:
     """Return a size that a model's configuration says. Raises ConfigError where it says none."""
-    try:
-        return whole_number(f"BertSparseSelfAttention: {name} of config", value_of(config, name, None),
-                            "a whole number from 1", least=1)
-    except UsageError as error:
-        raise ConfigError(f"{error} in a {type(config).__name__}; give an object with that attribute, such as a BertConfig "
-                          f"of transformers") from None
+    return whole_number(f"BertSparseSelfAttention: {name} of config, an object such as a BertConfig of transformers,",
+                        value_of(config, name, None), "a whole number from 1", least=1, error=ConfigError)
 
 
 def _of_keys(mask: Tensor) -> Tensor:

@@ -152,10 +152,7 @@ class SparsityConfig:
     def _switched(self, **values: object) -> bool:
         """Return one named value, true or false. Raises ConfigError for others, such as text, which counts as true."""
         (name, given), = values.items()
-        try:
-            return switch(f"{self._name}: {name}", given)
-        except UsageError as error:
-            raise ConfigError(str(error)) from None
+        return switch(f"{self._name}: {name}", given, error=ConfigError)
 
     def _listed(self, **values: Any) -> list[int]:
         """Return one named sequence of numbers as a list."""
