@@ -53,8 +53,9 @@ _F = TypeVar("_F", bound=Callable[..., Tensor])
 
 def _outside_graphs(function: _F) -> _F:
     """Let torch.compile break its graph at a call, but for the reference: kernels take the addresses of tensors."""
-    eager = torch.compiler.disable(function, reason="block-sparse attention computes outside graphs of torch.compile; only "
-                                                    "backend='reference' is part of a graph")
+    eager = cast("_F", torch.compiler.disable(
+        function, reason="block-sparse attention computes outside graphs of torch.compile; only backend='reference' is part "
+                         "of a graph"))
 
     @wraps(function)
     def chosen(*operands: Any, **options: Any) -> Tensor:
