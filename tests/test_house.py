@@ -100,8 +100,9 @@ DEVICE_WORDS: dict[str, tuple[set[str], str]] = {
 }
 """Files beside device.py that name a kind of accelerator, the words or parts of texts that they may say, and the reason."""
 
-NAMES_ITS_DEVICE = ("activation/", "checkpoint/", "data/", "device.py", "engine/", "mesh/", "native/", "optim/", "pipeline/",
-                    "precision/", "recording/", "resilience/", "sparse/", "tensor_parallel/", "tier/", "transport/", "zero/")
+NAMES_ITS_DEVICE = ("activation/", "attention/", "checkpoint/", "data/", "device.py", "engine/", "mesh/", "native/",
+                    "optim/", "pipeline/", "precision/", "recording/", "resilience/", "sequence_parallel/", "sparse/",
+                    "tensor_parallel/", "tier/", "transport/", "zero/")
 """Where tensors are made for the library itself: of the host, or of a device that is named."""
 FACTORIES = frozenset({"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
                        "randint", "randn", "randperm", "tensor", "zeros"})

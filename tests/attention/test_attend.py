@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.nn import functional as F
 
-from shoal.attention import Blocks, attend
+from shoal.attention import (
+    BigBirdSparsityConfig,
+    Blocks,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    VariableSparsityConfig,
+    attend,
+)
 from shoal.attention.attend import BACKENDS
 from shoal.attention.call import HIDES
 from shoal.errors import UsageError
@@ -254,6 +266,24 @@ def test_bits_do_not_depend_on_the_default_dtype(backend: Any, dtype: torch.dtyp
         assert all(map(torch.equal, passes(backend, tensors, blocks, **options), expected))
 
 
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("kind", [FixedSparsityConfig, VariableSparsityConfig, BigBirdSparsityConfig,
+                                  BSLongformerSparsityConfig, LocalSlidingWindowSparsityConfig, DenseSparsityConfig])
+def test_bits_do_not_depend_on_the_default_device(backend: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = operands(Blocks.dense(80, 80, 16), 4, 2, 24)
+
+    def computed() -> list[Tensor]:
+        monkeypatch.setattr("shoal.attention.blocks._cache", OrderedDict())  # whose blocks are made already
+        structure = kind(4, 16)
+        assert structure.make_layout(80).is_cpu
+        torch.manual_seed(2)
+        return passes(backend, tensors, structure.blocks(80), dropout=0.1, causal=True)
+
+    expected = computed()
+    with torch.device("meta"):
+        assert all(map(torch.equal, computed(), expected))
+
+
 def test_results_in_huge_pages_have_the_bits_of_smaller_ones() -> None:
     length, dim = 1 << 17, 128  # 64 MiB each, from where the kernel requests huge pages
     tensors = [torch.randn(1, 1, length, dim, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -367,6 +397,20 @@ def _bad(**changes: Any) -> dict[str, Any]:
     (_bad(dropout=1.0), "dropout is a probability"),
     (_bad(dropout=0.1, seed=1.5), "seed is a whole number, or None; got 1.5"),
     (_bad(blocks=torch.ones(1, 4, 4)), "of class Blocks; got Tensor: give Blocks.of(layout, block)"),
+    (_bad(causal="no"), "causal is true or false; got 'no'"),
+    (_bad(dropout="0.1"), "dropout is a probability, at least 0 and below 1; got '0.1'"),
+    (_bad(dropout=None), "got None"),
+    (_bad(dropout=torch.tensor(0.1)), "dropout is a probability, at least 0 and below 1; got tensor(0.1000)"),
+    (_bad(dropout=0.1, seed=torch.tensor([1, 2])), "seed is a whole number, or None; got tensor([1, 2])"),
+    (_bad(first_head=0.5), "first_head is the number of a head, from 0; got 0.5"),
+    (_bad(first_head=-1), "first_head is the number of a head, from 0; got -1"),
+    (_bad(query=None), "query is a tensor (batches, heads, length, dim); got NoneType: give one"),
+    (_bad(key=[[1.0]]), "key is a tensor (batches, heads, length, dim); got list: give torch.as_tensor of it"),
+    (_bad(value=torch.zeros(1, 2, 64, 8).to_sparse()), "got one of torch.sparse_coo: give its to_dense()"),
+    (_bad(query=torch.nested.as_nested_tensor(torch.zeros(1, 2, 64, 8))), "got a nested one: give its to_padded_tensor"),
+    (_bad(bias=[[0.0]]), "bias is a tensor (batches or 1, heads or 1, length, kv_length); got list"),
+    (_bad(bias=torch.eye(64).to_sparse()), "got one of torch.sparse_coo"),
+    (_bad(key_padding=torch.zeros(1, 64).to_sparse()), "key_padding is a dense tensor of bool, whole or float numbers"),
     (_bad(mask=[[1]]), "mask is a tensor of bool, whole or float numbers; got list"),
     (_bad(mask=torch.zeros(64, 64, dtype=torch.complex64)), "got torch.complex64"),
     (_bad(backend="fast"), "backend is one of"),
@@ -405,6 +449,36 @@ def test_transforms_of_functions_are_computed_by_the_reference_alone() -> None:
     leaf = query.clone().requires_grad_()
     total(leaf, "auto").backward()
     torch.testing.assert_close(torch.func.grad(total)(query, "reference"), leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+class OfItself(nn.Module):
+    """The attention of a sequence to itself, and a product."""
+
+    def __init__(self, backend: Any):
+        super().__init__()
+        self.backend, self.blocks = backend, Blocks.dense(64, 64, 16)
+
+    def forward(self, query: Tensor) -> Tensor:
+        return 2.0 * attend(query, query, query, self.blocks, dropout=0.5, seed=1, backend=self.backend)
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
+def test_a_compiled_model_breaks_its_graph_at_attention(backend: Any) -> None:
+    module, results = OfItself(backend), []
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=backend == "reference")):
+        leaf = torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        output = call(leaf)
+        results.append([output.detach(), *torch.autograd.grad(output.sum(), leaf)])
+    torch.testing.assert_close(*results)
+
+
+def test_a_graph_without_breaks_names_the_backend_that_it_can_have() -> None:
+    query = torch.randn(1, 2, 64, 8)
+    with pytest.raises(Unsupported, match="only backend='reference' is part of a graph"):
+        torch.compile(OfItself("auto"), backend="aot_eager", fullgraph=True)(query)
+    with pytest.raises(UsageError, match=r"where torch.export, .* only backend='reference' computes; got backend='auto'"):
+        torch.export.export(OfItself("auto"), (query,))
 
 
 @pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
@@ -446,12 +520,32 @@ def test_products_are_of_fp32_within_autocast(backend: Any, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(("layout", "message"), [
     (torch.ones(4, 4), "(heads, query blocks, key blocks)"), (torch.full((1, 2, 2), 2), "entries 0 and 1 alone"),
-    (torch.ones(1, 0, 2), "each at least 1"),
+    (torch.ones(1, 0, 2), "each at least 1"), (torch.ones(1, 2, 2, dtype=torch.complex64), "got torch.complex64 on cpu"),
+    (torch.ones(1, 2, 2, device="meta"), "on meta: give bool or whole numbers, on a device that stores them"),
+    (torch.ones(1, 2, 2).to_sparse(), "got one of torch.sparse_coo: give its to_dense()"),
 ])  # fmt: skip
 def test_bad_layouts_are_refused(layout: Tensor, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         Blocks.of(layout, 16)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ((64.0, 64, 16), "a length is a whole number of positions, at least one block; got 64.0"),
+    ((65, 64, 16), "a length is a multiple of the block, 16; got 65: pad it by 15"),
+    ((64, 64, 0), "a block is a whole number of positions, at least one; got 0"),
+])  # fmt: skip
+def test_bad_sizes_of_the_layout_of_ones_are_refused(sizes: tuple[Any, int, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Blocks.dense(*sizes)
+
+
+def test_options_may_be_numbers_of_numpy() -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    expected = attend(*tensors, blocks, causal=True, dropout=0.5, seed=3, first_head=1)
+    numbers: dict[str, Any] = {"causal": np.True_, "dropout": np.float32(0.5), "seed": np.int64(3), "first_head": np.int8(1)}
+    assert torch.equal(attend(*tensors, blocks, **numbers), expected)
 
 
 def test_the_native_backend_is_built_where_there_is_a_compiler() -> None:

@@ -128,6 +128,29 @@ def test_the_values_of_bert_are_read_of_any_object(config: Any) -> None:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no structure": (SparseSelfAttention, NotImplementedError, "no structure of its own"),
+    "a section for a structure": (lambda: SparseSelfAttention({"mode": "fixed"}), ValueError,  # pyright: ignore
+                                  "sparsity_config: got dict; give a structure"),
+    "a section for a structure of BERT": (lambda: BertSparseSelfAttention(SimpleNamespace(
+        hidden_size=8, num_attention_heads=4), {"mode": "fixed"}), ValueError, "sparsity_config: got dict"),  # pyright: ignore
+    "no configuration": (lambda: BertSparseSelfAttention(None), ValueError,
+                         "hidden_size of config, an object such as a BertConfig .*, is a whole number from 1; got None"),
+    "no heads": (lambda: BertSparseSelfAttention(SimpleNamespace(hidden_size=8, num_attention_heads=0)), ValueError,
+                 "num_attention_heads of config.* is a whole number from 1; got 0"),
+    "no query": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS))(None, *operands()[1:]), UsageError,  # pyright: ignore
+                 "SparseSelfAttention: query is a tensor .* got NoneType"),
+    "an array of keys": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS))(
+        operands()[0], operands()[1].numpy(), operands()[2]), UsageError, "key is a tensor .* got ndarray"),  # pyright: ignore
+    "a list for a bias": (lambda: self_attention(rpe=[[0.0]]), UsageError,  # pyright: ignore
+                          "bias is a tensor .* got list"),
+    "a list for a padding mask": (lambda: self_attention(key_padding_mask=[[1]]), UsageError,  # pyright: ignore
+                                  "key_padding_mask is a tensor .* got list"),
+    "a switch for a mask": (lambda: self_attention(attn_mask=True), UsageError,  # pyright: ignore
+                            "attn_mask is a tensor .* got bool"),
+    "a list for a mask of BERT": (lambda: bert_attention([[1]]), UsageError, "attention_mask is a tensor .* got list"),  # pyright: ignore
+    "a length of text": (lambda: SparseSelfAttention(DenseSparsityConfig(HEADS)).get_layout("64"), ValueError,  # pyright: ignore
+                         "a length is a whole number; got '64'"),
+    "an array for a product": (lambda: MatMul(random_layout(), BLOCK, "sdd")(
+        operands()[0].numpy(), operands()[1]), UsageError, "a dense operand is a tensor .* got ndarray"),
     "mode": (lambda: SparseSelfAttention(DenseSparsityConfig(1), "sub"), ValueError, "key_padding_mask_mode: got 'sub'"),
     "mask mode": (lambda: SparseSelfAttention(DenseSparsityConfig(1), "add", "sub"), ValueError, "attn_mask_mode: got"),
     "longest": (lambda: SparseSelfAttention(DenseSparsityConfig(1), max_seq_length=100), ValueError, "no multiple"),
@@ -160,7 +183,12 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
                        "neither input_ids nor inputs_embeds"),
     "padding to no block": (lambda: SparseAttentionUtils.pad_to_block_size(0, torch.ones(1, 9, dtype=torch.long), None, None,
                                                                            None, None, 0, None), ValueError,
-                            "block_size: got 0"),
+                            "block_size is a whole number from 1, .* got 0"),
+    "padding to a block of text": (lambda: SparseAttentionUtils.pad_to_block_size(
+        "16", torch.ones(1, 9, dtype=torch.long), None, None, None, None, 0, None), ValueError,  # pyright: ignore
+        "block_size is a whole number from 1, the block of the structure; got '16'"),
+    "padding of a list": (lambda: SparseAttentionUtils.pad_to_block_size(
+        16, [[1, 2]], None, None, None, None, 0, None), UsageError, "input_ids is a tensor .* got list"),  # pyright: ignore
     "another model": (lambda: SparseAttentionUtils.extend_position_embedding(nn.Linear(2, 2), 8), ValueError,
                       "only BERT and RoBERTa"),
 }  # fmt: skip
@@ -297,6 +325,8 @@ def test_extended_positions_repeat_those_of_the_model(kind: str, reserved: int) 
     assert model(input_ids=tokens(128)).logits.shape == (2, 128, 50)
     with pytest.raises(ValueError, match="the model has 128; give more"):
         SparseAttentionUtils.extend_position_embedding(model, 100)
+    with pytest.raises(ValueError, match="extend_position_embedding: max_position is a whole number; got '256'"):
+        SparseAttentionUtils.extend_position_embedding(model, "256")  # pyright: ignore
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.attention import Blocks
+from shoal.attention import Blocks, SparseSelfAttention
 from shoal.attention.settings import SparseAttentionSettings, sparsity_config
 from shoal.attention.sparsity import (
     BigBirdSparsityConfig,
@@ -236,7 +236,33 @@ class Smaller(SparsityConfig):
         return self.setup_layout(seq_len)[:, 1:, 1:]
 
 
+class Given(SparsityConfig):
+    """A structure whose layout is any object."""
+
+    def __init__(self, layout: Any):
+        super().__init__(2, BLOCK)
+        self._layout = layout
+
+    def make_layout(self, seq_len: int) -> Any:
+        return self._layout
+
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a layout of one's own that is none": (lambda: Given(None).blocks(4 * BLOCK), UsageError,
+                                           r"Given: the result of make_layout\(16\) is a tensor \(heads, blocks, blocks\), "
+                                           r"here \(2, 4, 4\); got NoneType: give one"),
+    "a layout of one's own that is an array": (lambda: Given(np.ones((2, 4, 4))).blocks(4 * BLOCK), UsageError,
+                                               "got ndarray: give torch.as_tensor"),
+    "a layout of one's own that is sparse": (lambda: Given(torch.ones(2, 4, 4).to_sparse()).blocks(4 * BLOCK), UsageError,
+                                             "got one of torch.sparse_coo"),
+    "a layout of one's own for a module": (lambda: SparseSelfAttention(Given(None), max_seq_length=4 * BLOCK), UsageError,
+                                           "got NoneType"),
+    "a list for a layout": (lambda: TensorSparsityConfig([[[1]]]), UsageError, "got list: give torch.as_tensor"),  # pyright: ignore
+    "a switch of text": (lambda: FixedSparsityConfig(1, different_layout_per_head="false"), ValueError,  # pyright: ignore
+                         "different_layout_per_head is true or false; got 'false'"),
+    "another switch of text": (lambda: FixedSparsityConfig(1, horizontal_global_attention="no"), ValueError,  # pyright: ignore
+                               "horizontal_global_attention is true or false; got 'no'"),
+    "a seed of text": (lambda: BigBirdSparsityConfig(1).with_seed("1"), ValueError, "seed: got '1'; give a whole number"),  # pyright: ignore
     "no multiple": (lambda: DenseSparsityConfig(1).make_layout(100), ValueError, "multiple of the block, 16; pad .* to 112"),
     "a float length": (lambda: DenseSparsityConfig(1).make_layout(64.0), ValueError, "length 64.0; give a whole"),  # pyright: ignore
     "an array": (lambda: Blocks.of(np.ones((1, 4, 4)), BLOCK), UsageError, "got ndarray: give torch.as_tensor"),  # pyright: ignore

@@ -97,6 +97,15 @@ def test_a_bool_mask_of_keys_hides_as_an_added_one() -> None:
     torch.testing.assert_close(made(x, seen), made(x, added))
 
 
+def test_dropout_does_not_depend_on_the_default_device() -> None:
+    made, x = layer(attn_dropout_ratio=0.1, hidden_dropout_ratio=0.2), torch.randn(2, 8, HIDDEN)
+    torch.manual_seed(0)
+    expected = made(x)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        assert torch.equal(made(x), expected)
+
+
 def test_dropout_is_recomputed_alike_and_keeps_the_mean() -> None:
     made = layer(attn_dropout_ratio=0.1, hidden_dropout_ratio=0.2, seed=7)
     x = torch.randn(2, LENGTH, HIDDEN, requires_grad=True)

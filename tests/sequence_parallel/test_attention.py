@@ -292,6 +292,18 @@ def half_a_mask(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", key_padding=torch.ones(1, 64))
 
 
+def a_list_as_bias(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, bias=[[0.0]])  # pyright: ignore[reportArgumentType]
+
+
+def an_array_as_key(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(zeros(), zeros().numpy(), zeros(), axis)  # pyright: ignore[reportArgumentType]
+
+
+def half_a_head(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros()] * 3, axis, first_head=0.5)  # pyright: ignore[reportArgumentType]
+
+
 WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "lengths differ": (lengths_differ, "rank 1 has heads exchanged: query (1, 2, 80, 16)"),
     "layouts differ": (layouts_differ, "give every rank an equal part of the sequence (split_batch), and the same layout"),
@@ -315,6 +327,9 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "the oracle": (oracle, "choose among auto, gather, native, triton on a sequence axis"),
     "a mask and blocks": (a_mask_and_blocks, "leave exchange out, or take exchange='heads'"),
     "other heads of a bias": (other_heads_of_a_bias, "give a bias of 1 or 2 heads"),
+    "a list as bias": (a_list_as_bias, "attend_sequence: bias is a tensor of the whole sequence; got list"),
+    "an array as key": (an_array_as_key, "attend_sequence: key is a tensor (batches, heads, length, dim); got ndarray"),
+    "half a head": (half_a_head, "attend_sequence: first_head is the number of a head, from 0; got 0.5"),
     "half a mask": (half_a_mask, "key_padding is (batches, kv_length), here (1, 128); got (1, 64)"),
 }  # fmt: skip
 
@@ -382,6 +397,22 @@ def test_a_second_derivative_over_ranks_is_refused() -> None:
 
 def test_ranks_without_heads_take_part() -> None:
     assert [bool((gradient == 3).all()) for gradient, in run_ranks(3, no_heads, 3)] == [True] * 3
+
+
+def on_default_device(device: str, exchange: Any, layout: str) -> Tensor:
+    axis = SequenceAxis(dist.group.WORLD)
+    leaves = [each[:, :, axis.part(LENGTH)].requires_grad_() for each in Case(layout).operands()[:3]]
+    torch.manual_seed(2)
+    with torch.device(device):
+        output = attend_sequence(*leaves, axis, Case(layout).blocks(), dropout=0.1, exchange=exchange)
+        output.backward(leaves[0].detach())
+    return torch.stack([output.detach(), *(each.grad for each in leaves if each.grad is not None)])
+
+
+@pytest.mark.parametrize(("exchange", "layout"), [("heads", "dense"), ("heads", "bigbird"), ("blocks", "bigbird")])
+def test_the_default_device_changes_nothing_on_any_rank(exchange: str, layout: str) -> None:
+    usual, other = (torch.stack(run_ranks(2, on_default_device, device, exchange, layout)) for device in ("cpu", "meta"))
+    assert torch.equal(usual, other)
 
 
 def under_autocast(exchange: Any) -> Tensor:

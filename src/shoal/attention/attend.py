@@ -17,22 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from math import isfinite, sqrt
 from numbers import Real
 from operator import index
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from shoal.attention import flex, gather, reference
+from shoal.attention.arguments import check_tensor, switch, whole_number
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall, Term
-from shoal.autograd import check_first_derivative, in_function_transform, isolated
+from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
 from shoal.device import HOST, has_triton
 from shoal.errors import UsageError
 from shoal.log import warn_once
@@ -47,6 +48,23 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex", "triton")
 
 
+_F = TypeVar("_F", bound=Callable[..., Tensor])
+
+
+def _outside_graphs(function: _F) -> _F:
+    """Let torch.compile break its graph at a call, but for the reference: kernels take the addresses of tensors."""
+    eager = cast("_F", torch.compiler.disable(
+        function, reason="block-sparse attention computes outside graphs of torch.compile; only backend='reference' is part "
+                         "of a graph"))
+
+    @wraps(function)
+    def chosen(*operands: Any, **options: Any) -> Tensor:
+        return (function if options.get("backend") == "reference" else eager)(*operands, **options)
+
+    return cast("_F", chosen)
+
+
+@_outside_graphs
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: float | None = None, causal: bool = False,
            key_padding: Tensor | None = None, key_padding_mode: Mode = "add", mask: Tensor | None = None,
            mask_mode: Mode = "add", bias: Tensor | None = None, dropout: float = 0.0, seed: int | None = None,
@@ -70,8 +88,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
-    query, key, value = of_one_dtype(query, key, value)
-    _check(query, key, value, blocks, causal=causal, dropout=dropout, seed=seed, backend=backend)
+    query, key, value = of_one_dtype("attend", query, key, value)
+    causal = switch("attend: causal", causal)
+    _check(query, key, value, blocks, causal=causal, backend=backend)
+    check_options("attend", query.dtype, dropout=dropout, seed=seed, first_head=first_head, backend=backend)
     scale = scale_of(scale, query.shape[-1])
     if causal:
         blocks = blocks.lower
@@ -86,10 +106,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
             terms.append(term)
             hidden.append(_hidden(name, term, blocks))
     if dropout and seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
     call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
                          biased=bias is not None, dropout=dropout, seed=index(seed or 0), hidden=_any(hidden),
-                         first_head=first_head)
+                         first_head=index(first_head))
     chosen = _choose(backend, call, query, key, value)
     if chosen in _WHOLE:
         return _WHOLE[chosen](call, query, key, value, bias)
@@ -319,8 +339,13 @@ def kernels_for(backend: Backend, call: AttentionCall, query: Tensor, key: Tenso
 
 # --- Checks ---
 
-def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return operands of different float dtypes in the one of autocast, where it is on; others as they are."""
+def of_one_dtype(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return operands of different float dtypes in the one of autocast, where it is on; others as they are.
+
+    Raises UsageError for what is no dense tensor.
+    """
+    for operand, given in (("query", query), ("key", key), ("value", value)):
+        check_tensor(f"{name}: {operand}", given, "(batches, heads, length, dim)")
     dtypes = {each.dtype for each in (query, key, value)}
     if len(dtypes) == 1 or not dtypes <= _DTYPES or not torch.is_autocast_enabled(query.device.type):
         return query, key, value
@@ -328,20 +353,21 @@ def of_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def check_options(name: str, dtype: torch.dtype, *, dropout: float, seed: object, backend: str) -> None:
-    """Raise UsageError for a dtype of operands, a dropout, a seed or a backend that no attention takes."""
+def check_options(name: str, dtype: torch.dtype, *, dropout: object, seed: object, first_head: object,
+                  backend: str) -> None:
+    """Raise UsageError for a dtype of operands, a dropout, a seed, a first head or a backend that no attention takes."""
     if dtype not in _DTYPES:
         raise UsageError(f"{name}: operands are float32, bfloat16 or float16; got {dtype}")
-    if not 0.0 <= dropout < 1.0:
-        raise UsageError(f"{name}: dropout is a probability, at least 0 and below 1; got {dropout}")
-    if seed is not None and not hasattr(seed, "__index__"):
-        raise UsageError(f"{name}: seed is a whole number, or None; got {seed!r}")
+    if not isinstance(dropout, Real) or not 0.0 <= float(dropout) < 1.0:
+        raise UsageError(f"{name}: dropout is a probability, at least 0 and below 1; got {dropout!r}")
+    if seed is not None:
+        whole_number(f"{name}: seed", seed, "a whole number, or None")
+    whole_number(f"{name}: first_head", first_head, "the number of a head, from 0", least=0)
     if backend not in BACKENDS:
         raise UsageError(f"{name}: backend is one of {', '.join(BACKENDS)}; got {backend!r}")
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal: bool, dropout: float, seed: object,
-           backend: str) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal: bool, backend: str) -> None:
     """Raise UsageError where operands do not fit each other or the layout."""
     if not isinstance(blocks, Blocks):
         raise UsageError(f"attend: blocks are those of a layout, of class Blocks; got {type(blocks).__name__}: give "
@@ -353,7 +379,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
     if len({(tensor.dtype, tensor.device) for tensor in named.values()}) > 1:
         raise UsageError("attend: query, key and value have one dtype, and one device; got "
                          + ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in named.items()))
-    check_options("attend", query.dtype, dropout=dropout, seed=seed, backend=backend)
     if not all((query.shape[1], key.shape[1], query.shape[3], value.shape[3])):
         raise UsageError(f"attend: operands have at least one head, and head dims of at least 1; got {shapes}")
     if (key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]
@@ -370,13 +395,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
             raise UsageError(f"attend: {name} has length {length}, the layout is for {expected}; {fix}")
     if causal and blocks.length != blocks.kv_length:
         raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
-    if backend != "reference" and in_function_transform():
-        raise UsageError("attend: within a transform of torch.func, and in forward mode, only backend='reference' computes; "
+    if backend != "reference" and (in_function_transform() or in_trace()):
+        raise UsageError("attend: within a transform of torch.func, in forward mode, and where torch.export, make_fx or "
+                         "torch.jit.trace records operators, only backend='reference' computes; "
                          f"got backend={backend!r}. It has all scores in memory")
 
 
 def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the bias with four dims, in a dtype that kernels read; raise UsageError where it does not fit."""
+    check_tensor("attend: bias", bias, "(batches or 1, heads or 1, length, kv_length)")
     whole = (*query.shape[:3], key.shape[2])
     wide = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if 2 <= bias.dim() <= 4 else bias
     fits = (wide.dim() == 4 and wide.shape[2:] == whole[2:] and wide.shape[0] in (1, whole[0])
@@ -388,12 +415,12 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
-def _term(name: str, tensor: object, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
+def _term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
     if mode not in ("add", "mul"):
         raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
-    if not isinstance(tensor, Tensor) or tensor.is_complex():
-        raise UsageError(f"attend: {name} is a tensor of bool, whole or float numbers; got "
-                         f"{tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__}")
+    check_tensor(f"attend: {name}", tensor, "of bool, whole or float numbers")
+    if tensor.is_complex():
+        raise UsageError(f"attend: {name} is a tensor of bool, whole or float numbers; got {tensor.dtype}")
     if tuple(tensor.shape) != shape:
         meaning = "(batches, kv_length)" if name == "key_padding" else "(length, kv_length)"
         raise UsageError(f"attend: {name} is {meaning}, here {shape}; got {tuple(tensor.shape)}")

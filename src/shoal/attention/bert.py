@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.attention.arguments import check_tensor, whole_number
 from shoal.attention.hugging_face import Sparsity, TakesAttention, use_sparse_attention
 from shoal.attention.self_attention import BertSparseSelfAttention, value_of
 from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
@@ -33,6 +34,7 @@ class SparseAttentionUtils:
         config, embeddings, reserved = _parts(model, "extend_position_embedding")
         old: nn.Embedding = embeddings.position_embeddings
         had = old.num_embeddings - reserved
+        max_position = whole_number("extend_position_embedding: max_position", max_position, error=ConfigError)
         if max_position <= had:
             raise ConfigError(f"extend_position_embedding: max_position: got {max_position}, the model has {had}; give more")
         weight = old.weight.detach()
@@ -65,6 +67,7 @@ class SparseAttentionUtils:
         name = "replace_model_self_attention_with_sparse_self_attention"
         config, embeddings, reserved = _parts(model, name)
         has = embeddings.position_embeddings.num_embeddings - reserved
+        max_position = whole_number(f"{name}: max_position", max_position, error=ConfigError)
         if max_position > has:
             raise ConfigError(f"{name}: max_position: got {max_position}, the model has {has}; call "
                               f"extend_position_embedding(model, {max_position}) first")
@@ -98,8 +101,12 @@ class SparseAttentionUtils:
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ConfigError("pad_to_block_size: got neither input_ids nor inputs_embeds; give one of them")
-        if block_size < 1:
-            raise ConfigError(f"pad_to_block_size: block_size: got {block_size}; give the block of the structure: 16")
+        block_size = whole_number("pad_to_block_size: block_size", block_size,
+                                  "a whole number from 1, the block of the structure", least=1, error=ConfigError)
+        for name, each in (("input_ids", input_ids), ("attention_mask", attention_mask), ("token_type_ids", token_type_ids),
+                           ("position_ids", position_ids), ("inputs_embeds", inputs_embeds)):
+            if each is not None:
+                check_tensor(f"pad_to_block_size: {name}", each, "(batch, length), of embeddings (batch, length, hidden)")
         batch, length = given.shape[:2]
         missing = -length % block_size
         if not missing:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shoal.attention.arguments import check_tensor
 from shoal.attention.attend import Mode
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import addend
@@ -31,12 +32,14 @@ class _OfLayout:
 
     def _check_sparse(self, matrix: Tensor) -> None:
         expected = (len(self.heads), self.block, self.block)
+        check_tensor(f"{type(self).__name__}: a block-sparse matrix", matrix, "(batch, visited blocks, block, block)")
         if matrix.dim() != 4 or tuple(matrix.shape[1:]) != expected:
             raise UsageError(f"{type(self).__name__}: a block-sparse matrix of this layout is (batch, visited blocks, "
                              f"block, block), here (batch, {', '.join(map(str, expected))}); got {tuple(matrix.shape)}")
 
     def _cut(self, matrix: Tensor, dim: int, blocks: int) -> Tensor:
         """Return a dense matrix with `dim` cut into blocks, put second to last before the block."""
+        check_tensor(f"{type(self).__name__}: a dense operand", matrix, "(batch, heads, rows, columns)")
         if matrix.dim() != 4 or matrix.shape[1] != self.layout.shape[0] or matrix.shape[dim] != blocks * self.block:
             raise UsageError(f"{type(self).__name__}: a dense operand is (batch, {self.layout.shape[0]} heads, rows, "
                              f"columns) with {blocks * self.block} along the sparse side; got {tuple(matrix.shape)}")
@@ -105,6 +108,7 @@ class Softmax(_OfLayout):
         _check_mask("attn_mask", attn_mask, attn_mask_mode, (len(x), heads, row_blocks * self.block, keys))
         scores = x.float() * scale
         if rpe is not None:
+            check_tensor("Softmax: rpe", rpe, "(length, length), with any of heads and batch before")
             scores = scores + addend(self._tiles(rpe))
         if key_padding_mask is not None:
             columns = key_padding_mask.unflatten(-1, (self.layout.shape[2], self.block))[:, self.columns, None]
@@ -134,6 +138,7 @@ def _check_mask(name: str, mask: Tensor | None, mode: str, shape: tuple[int, ...
         raise UsageError(f"Softmax: {name}_mode is 'add' or 'mul'; got {mode!r}")
     if mask is None:
         return
+    check_tensor(f"Softmax: {name}", mask, "of bool, whole or float numbers")
     least = 2 if len(shape) > 2 else 1
     fits = 2 <= mask.dim() <= len(shape) and mask.shape[-least:] == shape[-least:] and all(
         size in (1, whole) for size, whole in zip(mask.shape[::-1], shape[::-1], strict=False))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import cached_property
 from hashlib import blake2b
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from shoal.attention.arguments import check_tensor, whole_number
 from shoal.errors import UsageError
 
 __all__ = ["Blocks"]
@@ -56,15 +56,14 @@ class Blocks:
 
         Raises UsageError for another shape, other entries, or a block of no positions.
         """
-        if not isinstance(layout, Tensor):  # pyright: ignore  code without types
-            raise UsageError(f"a layout is a tensor (heads, query blocks, key blocks); got {type(layout).__name__}: give "
-                             f"torch.as_tensor(layout)")
+        check_tensor("a layout", layout, "(heads, query blocks, key blocks)")
         if layout.dim() != 3 or not layout.numel():
             raise UsageError("a layout has the shape (heads, query blocks, key blocks), each at least 1; "
                              f"got {tuple(layout.shape)}")
-        if isinstance(block, bool) or not isinstance(block, Integral) or block < 1:
-            raise UsageError(f"a block is a whole number of positions, at least one; got block={block!r}")
-        block = int(block)
+        if layout.is_meta or layout.is_complex():
+            raise UsageError(f"a layout has entries 0 and 1 alone (1: the block is visited); got {layout.dtype} on "
+                             f"{layout.device}: give bool or whole numbers, on a device that stores them")
+        block = whole_number("a block", block, "a whole number of positions, at least one", least=1)
         small = layout.detach().to("cpu", torch.bool)
         if not torch.equal(small.to(layout.dtype), layout.detach().cpu()):
             raise UsageError("a layout has entries 0 and 1 alone (1: the block is visited); "
@@ -84,8 +83,12 @@ class Blocks:
 
     @staticmethod
     def dense(length: int, kv_length: int, block: int) -> Blocks:
-        """Return the layout of ones; both lengths are multiples of `block`."""
-        return Blocks.of(torch.ones(1, length // block, kv_length // block, dtype=torch.bool), block)
+        """Return the layout of ones. Raises UsageError for lengths that are no multiples of `block`."""
+        block = whole_number("a block", block, "a whole number of positions, at least one", least=1)
+        for each in (length, kv_length):
+            if whole_number("a length", each, "a whole number of positions, at least one block", least=block) % block:
+                raise UsageError(f"a length is a multiple of the block, {block}; got {each}: pad it by {-each % block}")
+        return Blocks.of(torch.ones(1, length // block, kv_length // block, dtype=torch.bool, device="cpu"), block)
 
     @property
     def length(self) -> int:
@@ -110,8 +113,9 @@ class Blocks:
     @cached_property
     def row_positions(self) -> Tensor:
         """The position in the whole sequence of each query: (heads, length) int64."""
-        numbers = (torch.arange(self.row_blocks).repeat(self.heads) if self.row_places is None else self.row_places.long())
-        return (numbers.view(self.heads, -1, 1) * self.block + torch.arange(self.block)).flatten(1)
+        numbers = (torch.arange(self.row_blocks, device="cpu").repeat(self.heads) if self.row_places is None else
+                   self.row_places.long())
+        return (numbers.view(self.heads, -1, 1) * self.block + torch.arange(self.block, device="cpu")).flatten(1)
 
     @cached_property
     def lower(self) -> Blocks:
@@ -121,7 +125,7 @@ class Blocks:
     @cached_property
     def rows(self) -> Tensor:
         """The row of blocks of each visited block, counted over all stored heads: (visited,) int64."""
-        return torch.repeat_interleave(torch.arange(self.heads * self.row_blocks), self.starts.diff())
+        return torch.repeat_interleave(torch.arange(self.heads * self.row_blocks, device="cpu"), self.starts.diff())
 
     @cached_property
     def digest(self) -> str:

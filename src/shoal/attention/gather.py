@@ -62,7 +62,8 @@ def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
     for head in range(blocks.heads):
         first = head * blocks.row_blocks
         of_head = counts[first:first + blocks.row_blocks]
-        degrees = torch.tensor([_degree(count) if count else 0 for count in of_head.tolist()], dtype=torch.int64)
+        degrees = torch.tensor([_degree(count) if count else 0 for count in of_head.tolist()], dtype=torch.int64,
+                               device="cpu")
         for degree in degrees.unique().tolist():
             if not degree:
                 continue
@@ -70,7 +71,7 @@ def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
             at_once = max(1, _BYTES // (4 * max(batches, 1) * group * blocks.block**2 * degree))
             for some in rows.split(at_once):
                 exact = of_head[some]
-                offset = torch.arange(degree)
+                offset = torch.arange(degree, device="cpu")
                 real = offset < exact[:, None]
                 entries = blocks.starts[first + some][:, None] + torch.minimum(offset, exact[:, None] - 1)
                 columns = blocks.columns[entries].long()

@@ -293,7 +293,7 @@ def attend_cached(structure: SparsityConfig | None, query: Tensor, key: Tensor, 
         raise UsageError(f"{NAME}: the mask is {tuple(mask.shape)}, and there are {keys} keys; give a mask of "
                          f"({query.shape[0]}, {keys}) or ({query.shape[0]}, 1, {queries}, {keys})")
     length = keys if mask is None else mask.shape[-1]
-    own = torch.arange(length - queries, length)
+    own = torch.arange(length - queries, length, device="cpu")
     if mask is None or mask.dim() == 2:
         numbers = torch.arange(length, device=device)
         seen = numbers <= own.to(device)[:, None] if causal else numbers.new_ones(queries, length, dtype=torch.bool)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.attention.arguments import check_tensor, whole_number
 from shoal.attention.attend import Mode, attend
 from shoal.attention.blocks import Blocks
 from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
@@ -37,13 +38,14 @@ class SparseSelfAttention(nn.Module):
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in ("add", "mul"):
                 raise ConfigError(f"SparseSelfAttention: {name}: got {mode!r}; choose 'add' or 'mul'")
+        _check_structure("SparseSelfAttention", sparsity_config)
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode: Mode = key_padding_mask_mode
         self.attn_mask_mode: Mode = attn_mask_mode
         self.max_seq_length = max_seq_length
         self.dropout = 0.0
         """The probability with which a weight is dropped in training."""
-        self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
+        self.register_buffer("master_layout", sparsity_config.layout_of_heads(max_seq_length))
         self._blocks: dict[int, Blocks] = {}
         self._seen: tuple[Tensor, int] = (self.master_layout, _version(self.master_layout))
 
@@ -53,13 +55,14 @@ class SparseSelfAttention(nn.Module):
         Raises ConfigError for a length that is no multiple of the block, or above `max_seq_length`.
         """
         block = self.sparsity_config.block
-        if L < 1 or L % block:
-            raise ConfigError(f"SparseSelfAttention: got length {L}, which is no multiple of the block, {block}; pad it by "
-                              f"{-L % block} (SparseAttentionUtils.pad_to_block_size)")
-        if self.max_seq_length < L:
-            raise ConfigError(f"SparseSelfAttention: got length {L}, the layout is for at most {self.max_seq_length}; give "
-                              f"max_seq_length={L}")
-        return self.master_layout[:, :L // block, :L // block]
+        length = whole_number("SparseSelfAttention: a length", L, error=ConfigError)
+        if length < 1 or length % block:
+            raise ConfigError(f"SparseSelfAttention: got length {length}, which is no multiple of the block, {block}; pad "
+                              f"it by {-length % block} (SparseAttentionUtils.pad_to_block_size)")
+        if self.max_seq_length < length:
+            raise ConfigError(f"SparseSelfAttention: got length {length}, the layout is for at most {self.max_seq_length}; "
+                              f"give max_seq_length={length}")
+        return self.master_layout[:, :length // block, :length // block]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, rpe: Tensor | None = None,
                 key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
@@ -71,6 +74,8 @@ class SparseSelfAttention(nn.Module):
 
         Raises NotServed (a NotImplementedError) for different lengths of query, key and value, UsageError for other shapes.
         """
+        for name, operand in (("query", query), ("key", key), ("value", value)):
+            check_tensor(f"SparseSelfAttention: {name}", operand, "(batch, heads, length, head dim)")
         if query.dim() == 4 and key.shape != query.shape and key.shape[-2:] == query.shape[:1:-1]:
             key = key.transpose(-1, -2)
         if query.shape != key.shape or key.shape != value.shape:
@@ -105,10 +110,18 @@ def _version(layout: Tensor) -> int:
     return 0 if layout.is_inference() else layout._version  # a tensor of inference mode counts no writes
 
 
+def _check_structure(name: str, structure: object) -> None:
+    if not isinstance(structure, SparsityConfig):
+        raise ConfigError(f"{name}: sparsity_config: got {type(structure).__name__}; give a structure, such as "
+                          f"FixedSparsityConfig(num_heads=4), or of a JSON section shoal.attention.sparsity_config(section, "
+                          f"heads)")
+
+
 def _squeezed(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     """Return a mask without its dims of 1; raise UsageError where it then has another shape than this."""
     if mask is None:
         return None
+    check_tensor(f"SparseSelfAttention: {name}", mask, "of bool, whole or float numbers")
     first = 0 if name == "key_padding_mask" else -2
     if mask.dim() < 2 or (mask.shape[first], mask.shape[-1]) != shape or mask.numel() != shape[0] * shape[1]:
         meaning = "(batch, length) or (batch, 1, 1, length)" if first == 0 else "(length, length) or (1, 1, length, length)"
@@ -126,7 +139,8 @@ class BertSparseSelfAttention(nn.Module):
 
     def __init__(self, config: Any, sparsity_config: SparsityConfig = _FIXED):
         super().__init__()
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        hidden, heads = (_size_of(config, name) for name in ("hidden_size", "num_attention_heads"))
+        _check_structure("BertSparseSelfAttention", sparsity_config)
         if hidden % heads:
             raise ConfigError(f"BertSparseSelfAttention: hidden_size: got {hidden}, no multiple of the {heads} attention "
                               f"heads; give {hidden + -hidden % heads}")
@@ -144,9 +158,12 @@ class BertSparseSelfAttention(nn.Module):
         (batch, 1, length, length). It is added to the scores; one of dtype bool hides where it is False. Raises UsageError
         for a mask whose queries see different keys, such as a causal one.
         """
+        check_tensor("BertSparseSelfAttention: hidden_states", hidden_states, "(batch, length, hidden)")
         query, key, value = (self.transpose_for_scores(each(hidden_states)) for each in (self.query, self.key, self.value))
-        if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = _of_keys(attention_mask).expand(len(query), -1)
+        if attention_mask is not None:
+            check_tensor("BertSparseSelfAttention: attention_mask", attention_mask, "of padding, (batch, length)")
+            if attention_mask.dim() == 4:
+                attention_mask = _of_keys(attention_mask).expand(len(query), -1)
         context = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
         return context.transpose(1, 2).flatten(2)
 
@@ -161,6 +178,12 @@ def value_of(config: Any, name: str, default: Any) -> Any:
         return getattr(config, name)
     except (AttributeError, KeyError):  # a dict whose attributes are its items raises KeyError
         return default
+
+
+def _size_of(config: Any, name: str) -> int:
+    """Return a size that a model's configuration says. Raises ConfigError where it says none."""
+    return whole_number(f"BertSparseSelfAttention: {name} of config, an object such as a BertConfig of transformers,",
+                        value_of(config, name, None), "a whole number from 1", least=1, error=ConfigError)
 
 
 def _of_keys(mask: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.attention.arguments import check_tensor, switch
 from shoal.attention.blocks import Blocks
 from shoal.errors import ConfigError, NotServed, UsageError
 
@@ -44,13 +45,14 @@ class SparsityConfig:
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
         self.num_heads = num_heads
         self.block = block
-        self.different_layout_per_head = bool(different_layout_per_head)
+        self.different_layout_per_head = self._switched(different_layout_per_head=different_layout_per_head)
         self.seed = 0
         self._known: OrderedDict[Hashable, tuple[Blocks, list[object]]] = OrderedDict()
         self._at_least(1, num_heads=num_heads, block=block)
 
     def with_seed(self, seed: int) -> Self:
         """Let random columns be those of `seed`, in place of 0; return this configuration."""
+        self._at_least(0, seed=seed)
         self.seed = seed
         return self
 
@@ -65,7 +67,7 @@ class SparsityConfig:
         Raises ConfigError for a length that is no multiple of the block.
         """
         blocks = self._count(seq_len)
-        return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
+        return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64, device="cpu")
 
     def make_layout(self, seq_len: int) -> Tensor:
         """Return the layout (heads, blocks, blocks) of `seq_len` positions.
@@ -91,18 +93,29 @@ class SparsityConfig:
         values = [value for name, value in sorted(vars(self).items()) if name[0] != "_"]
         key = (*map(_identity, values), seq_len, causal)
         if key not in self._known:
-            layout, count = self._visited_of(seq_len, causal), self._count(seq_len)
-            if layout.dim() == 3 and (layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (count, count)):
-                raise UsageError(f"{self._name}: make_layout({seq_len}) returned {tuple(layout.shape)}; return (heads, "
-                                 f"blocks, blocks), here ({self.num_heads}, {count}, {count}), as "
-                                 f"setup_layout({seq_len}) does")
+            layout = self._checked(self._visited_of(seq_len, causal), seq_len)
             self._known[key] = Blocks.of(layout, self.block), values  # kept, so that no other object has their identity
             if len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
         return self._known[key][0]
 
+    def layout_of_heads(self, seq_len: int) -> Tensor:
+        """Return `make_layout(seq_len)` for `num_heads` heads. Raises UsageError where that is no layout of this length."""
+        layout = self._checked(self.make_layout(seq_len), seq_len)
+        Blocks.of(layout, self.block)  # raises for what is no layout
+        return layout.expand(self.num_heads, -1, -1).contiguous()
+
     def check_rows(self) -> None:
         """Raise ConfigError for values that no length can have."""
+
+    def _checked(self, layout: Tensor, seq_len: int) -> Tensor:
+        count = self._count(seq_len)
+        check_tensor(f"{self._name}: the result of make_layout({seq_len})", layout,
+                     f"(heads, blocks, blocks), here ({self.num_heads}, {count}, {count})")
+        if layout.dim() == 3 and (layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (count, count)):
+            raise UsageError(f"{self._name}: make_layout({seq_len}) returned {tuple(layout.shape)}; return (heads, blocks, "
+                             f"blocks), here ({self.num_heads}, {count}, {count}), as setup_layout({seq_len}) does")
+        return layout
 
     def _visited_of(self, seq_len: int, causal: bool) -> Tensor:
         return self.make_layout(seq_len)
@@ -135,6 +148,11 @@ class SparsityConfig:
         for name, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
                 raise ConfigError(f"{self._name}: {name}: got {number!r}; give a whole number from {least}")
+
+    def _switched(self, **values: object) -> bool:
+        """Return one named value, true or false. Raises ConfigError for others, such as text, which counts as true."""
+        (name, given), = values.items()
+        return switch(f"{self._name}: {name}", given, error=ConfigError)
 
     def _listed(self, **values: Any) -> list[int]:
         """Return one named sequence of numbers as a list."""
@@ -184,6 +202,7 @@ class TensorSparsityConfig(SparsityConfig):
     """A layout that is given as a tensor (heads, blocks, blocks) of 0 and 1, for one length."""
 
     def __init__(self, layout: Tensor, block: int = 16):
+        check_tensor("TensorSparsityConfig: layout", layout, "(heads, blocks, blocks)")
         if layout.dim() != 3 or layout.shape[1] != layout.shape[2]:
             raise ConfigError("TensorSparsityConfig: a layout of self-attention is (heads, blocks, blocks); "
                               f"got {tuple(layout.shape)}")
@@ -224,7 +243,7 @@ class _Structure(SparsityConfig):
         return layout
 
     def _nothing(self, blocks: int) -> Tensor:
-        return torch.zeros(self.num_layout_heads, blocks, blocks, dtype=torch.bool)
+        return torch.zeros(self.num_layout_heads, blocks, blocks, dtype=torch.bool, device="cpu")
 
     def _draw(self, layout: Tensor, count: int, *, lower: bool) -> None:
         """Set `count` random columns of each row, with `lower` none after the row's own."""
@@ -260,7 +279,8 @@ class FixedSparsityConfig(_Structure):
                  num_different_global_patterns: int = 1):
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_local_blocks, self.num_global_blocks = num_local_blocks, num_global_blocks
-        self.attention, self.horizontal_global_attention = attention, horizontal_global_attention
+        self.attention = attention
+        self.horizontal_global_attention = self._switched(horizontal_global_attention=horizontal_global_attention)
         self.num_different_global_patterns = num_different_global_patterns
         self._at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks,
                        num_different_global_patterns=num_different_global_patterns)
@@ -283,7 +303,7 @@ class FixedSparsityConfig(_Structure):
     def _visited(self, blocks: int) -> Tensor:
         layout = self._nothing(blocks)
         lower = self.attention == "unidirectional"
-        window = torch.arange(blocks) // self.num_local_blocks
+        window = torch.arange(blocks, device="cpu") // self.num_local_blocks
         local = window[:, None] == window
         layout |= local.tril() if lower else local
         for head, of_head in enumerate(layout):
@@ -348,7 +368,8 @@ class VariableSparsityConfig(_Ranges):
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_random_blocks = num_random_blocks
         self.local_window_blocks = self._listed(local_window_blocks=local_window_blocks)
-        self.attention, self.horizontal_global_attention = attention, horizontal_global_attention
+        self.attention = attention
+        self.horizontal_global_attention = self._switched(horizontal_global_attention=horizontal_global_attention)
         self._at_least(0, num_random_blocks=num_random_blocks)
         if not self.local_window_blocks:
             raise ConfigError(f"{self._name}: local_window_blocks: got no sizes; give at least one, such as [4]")
@@ -364,7 +385,7 @@ class VariableSparsityConfig(_Ranges):
         layout = self._nothing(blocks)
         lower = self.attention == "unidirectional"
         for start, end in self._windows(blocks):
-            inside = torch.ones(end - start, end - start, dtype=torch.bool)
+            inside = torch.ones(end - start, end - start, dtype=torch.bool, device="cpu")
             layout[:, start:end, start:end] |= inside.tril() if lower else inside
         for columns in self._global_slices(blocks):
             layout[:, columns.start if lower else 0:, columns] = True
@@ -464,5 +485,5 @@ class LocalSlidingWindowSparsityConfig(_Structure):
 
 def _window(blocks: int, size: int) -> Tensor:
     """Return the blocks (blocks, blocks) that lie at most floor(size / 2) from the diagonal."""
-    position = torch.arange(blocks)
+    position = torch.arange(blocks, device="cpu")
     return (position[:, None] - position).abs() <= size // 2

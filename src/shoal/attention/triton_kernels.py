@@ -88,7 +88,7 @@ class _Visits(NamedTuple):
 @lru_cache(maxsize=64)
 def _along_rows(blocks: Blocks, device: torch.device) -> _Visits:
     firsts = blocks.starts[:-1:blocks.row_blocks]
-    numbers = torch.arange(blocks.visited) - firsts[blocks.rows // blocks.row_blocks]
+    numbers = torch.arange(blocks.visited, device="cpu") - firsts[blocks.rows // blocks.row_blocks]
     rows = blocks.rows % blocks.row_blocks if blocks.row_places is None else blocks.row_places[blocks.rows]
     columns = blocks.columns if blocks.column_places is None else blocks.column_places
     return _on(device, blocks.starts, numbers, blocks.columns, rows, columns)

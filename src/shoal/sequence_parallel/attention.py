@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.attention.arguments import check_tensor, switch
 from shoal.attention.attend import (
     Backend,
     Mode,
@@ -63,9 +64,13 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
     Raises UsageError for shapes that do not fit, RanksDisagree where ranks have other shapes or layouts than each
     other in a call that is the first of its kind on all of them.
     """
-    query, key, value = of_one_dtype(query, key, value)
-    check_options("attend_sequence", query.dtype, dropout=dropout, seed=seed, backend=backend)
+    query, key, value = of_one_dtype("attend_sequence", query, key, value)
+    causal = switch("attend_sequence: causal", causal)
+    check_options("attend_sequence", query.dtype, dropout=dropout, seed=seed, first_head=first_head, backend=backend)
     _check(query, key, value, axis, blocks, exchange)
+    for name, given in (("key_padding", key_padding), ("mask", mask), ("bias", bias)):
+        if given is not None:
+            check_tensor(f"attend_sequence: {name}", given, "of the whole sequence")
     if mask is not None or bias is not None:
         if exchange == "blocks":
             raise UsageError("attend_sequence: exchange='blocks' has no mask or bias of each query and key; leave exchange "
@@ -75,7 +80,7 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
         return query.new_zeros(*query.shape[:3], value.shape[3]) + 0 * (query.sum() + key.sum() + value.sum())
     scale = scale_of(scale, query.shape[-1])
     if dropout and seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
     if blocks is not None and causal:
         blocks = blocks.lower
     chosen = _choose(query, key, value, axis, blocks, exchange)

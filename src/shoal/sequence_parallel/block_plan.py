@@ -56,7 +56,7 @@ class BlockPlan:
         self.rows = blocks.row_blocks // ranks
         """Row blocks of a rank."""
         self._layout = blocks.layout
-        self._key_head = torch.arange(blocks.heads) // (heads // kv_heads)
+        self._key_head = torch.arange(blocks.heads, device="cpu") // (heads // kv_heads)
         """The key head of the layout that each layout head reads."""
         self.needs = [self._need(peer) for peer in range(ranks)]
         self._foreign = [self._foreign_rows(peer) for peer in range(ranks)]
@@ -74,8 +74,8 @@ class BlockPlan:
         layout[:, :, self.own(peer)] = False
         of_ranks = layout.unflatten(2, (self.ranks, self.rows)).any(3).sum(2)
         key_heads = int(self._key_head[-1]) + 1
-        fetched = torch.zeros(key_heads, layout.shape[2], dtype=torch.bool)
-        split = torch.zeros(layout.shape[:2], dtype=torch.bool)
+        fetched = torch.zeros(key_heads, layout.shape[2], dtype=torch.bool, device="cpu")
+        split = torch.zeros(layout.shape[:2], dtype=torch.bool, device="cpu")
         counts = layout.sum(2)
         copies = (1, 1) if key_heads > 1 or self._layout.shape[0] > 1 else (self.kv_heads, self.heads)
         for index in counts.flatten().argsort(stable=True).tolist():
@@ -95,8 +95,9 @@ class BlockPlan:
         found: list[list[Tensor]] = []
         for head in range(self._layout.shape[0]):
             sees = self._layout[head, :, self.own(peer)].any(1)
+            none = torch.zeros(0, dtype=torch.int64, device="cpu")
             found.append([(self.needs[owner].split[head] & sees[self.own(owner)]).nonzero().flatten() + owner * self.rows
-                          if owner != peer else torch.zeros(0, dtype=torch.int64) for owner in range(self.ranks)])
+                          if owner != peer else none for owner in range(self.ranks)])
         return found
 
     @property
@@ -121,13 +122,14 @@ class BlockPlan:
     def blocks(self) -> Blocks:
         """This rank's part of the layout."""
         heads, own = self._layout.shape[0], self.own(self.rank)
-        layout = torch.zeros(heads, self.rows + self.foreign, self.rows + self.fetched, dtype=torch.bool)
-        row_places = torch.zeros(layout.shape[:2], dtype=torch.int32)
-        column_places = torch.zeros(heads, layout.shape[2], dtype=torch.int32)
+        layout = torch.zeros(heads, self.rows + self.foreign, self.rows + self.fetched, dtype=torch.bool, device="cpu")
+        row_places = torch.zeros(layout.shape[:2], dtype=torch.int32, device="cpu")
+        column_places = torch.zeros(heads, layout.shape[2], dtype=torch.int32, device="cpu")
         for head in range(heads):
             fetched = self._fetched[self.rank][int(self._key_head[head])]
-            columns = torch.cat([torch.arange(own.start, own.stop), fetched])
-            rows = torch.cat([torch.arange(own.start, own.stop), *self._foreign[self.rank][head]])
+            numbers = torch.arange(own.start, own.stop, device="cpu")
+            columns = torch.cat([numbers, fetched])
+            rows = torch.cat([numbers, *self._foreign[self.rank][head]])
             visited = self._layout[head][rows][:, columns]
             visited[:self.rows, self.rows:] &= ~self.needs[self.rank].split[head][:, None]
             visited[self.rows:, self.rows:] = False
@@ -141,12 +143,13 @@ class BlockPlan:
         width = self.rows + self.fetched
         send: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         receive: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        own = torch.arange(self.rows, device="cpu")
         for head in range(self.kv_heads):
             mine = self._of_key_head(self.rank, head)
             for peer in range(self.ranks):
                 if peer == self.rank:
-                    send[peer].append(torch.arange(self.rows) + head * self.rows)
-                    receive[peer].append(torch.arange(self.rows) + head * width)
+                    send[peer].append(own + head * self.rows)
+                    receive[peer].append(own + head * width)
                     continue
                 theirs = self._of_key_head(peer, head)
                 asked = theirs[theirs // self.rows == self.rank] - self.rank * self.rows
@@ -164,17 +167,18 @@ class BlockPlan:
         height = self.rows + self.foreign
         send: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         receive: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        own = torch.arange(self.rows, device="cpu")
         for head in range(self.heads):
             layout_head = head if self._layout.shape[0] > 1 else 0
             start = self.rows + head * height
             for peer in range(self.ranks):
                 if peer == self.rank:
-                    send[peer].append(torch.arange(self.rows) + head * self.rows)
-                    receive[peer].append(torch.arange(self.rows) + head * height)
+                    send[peer].append(own + head * self.rows)
+                    receive[peer].append(own + head * height)
                     continue
                 send[peer].append(self._foreign[peer][layout_head][self.rank] - self.rank * self.rows + head * self.rows)
                 count = len(self._foreign[self.rank][layout_head][peer])
-                receive[peer].append(torch.arange(count) + start)
+                receive[peer].append(torch.arange(count, device="cpu") + start)
                 start += count
         return Moves(send=tuple(map(torch.cat, send)), receive=tuple(map(torch.cat, receive)),
                      units=self.heads * self.rows, results=self.heads * height, shared=True)

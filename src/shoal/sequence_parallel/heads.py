@@ -77,8 +77,8 @@ def heads_plan(heads: int, kv_heads: int, rank: int, ranks: int) -> HeadPlan:
 
 def _moves(of_rank: tuple[range, ...], heads: int, rank: int, ranks: int) -> Moves:
     """Return the messages that give every rank its heads; the rows of rank p are unit p of a head."""
-    own = torch.arange(len(of_rank[rank])) * ranks
-    return Moves(send=tuple(torch.tensor(some, dtype=torch.int64) for some in of_rank),
+    own = torch.arange(len(of_rank[rank]), device="cpu") * ranks
+    return Moves(send=tuple(torch.tensor(some, dtype=torch.int64, device="cpu") for some in of_rank),
                  receive=tuple(own + peer for peer in range(ranks)), units=heads, results=len(of_rank[rank]) * ranks,
                  shared=sum(map(len, of_rank)) > heads)
 

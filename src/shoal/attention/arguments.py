@@ -1,0 +1,42 @@
+"""The kinds of the arguments of attention: another kind raises an error that says so, where it is given."""
+
+from __future__ import annotations
+
+from operator import index
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import ShoalError, UsageError
+
+__all__ = ["check_tensor", "switch", "whole_number"]
+
+
+def check_tensor(name: str, value: object, meaning: str) -> None:
+    """Raise UsageError for what is no tensor, and for a sparse or nested one, whose elements lie at no strides."""
+    if not isinstance(value, Tensor):
+        fix = "one" if value is None else "torch.as_tensor of it"
+        raise UsageError(f"{name} is a tensor {meaning}; got {type(value).__name__}: give {fix}")
+    if value.is_nested:
+        raise UsageError(f"{name} is a dense tensor {meaning}; got a nested one: give its to_padded_tensor(0.0), and hide "
+                         f"the padding by key_padding")
+    if value.layout != torch.strided:
+        raise UsageError(f"{name} is a dense tensor {meaning}; got one of {value.layout}: give its to_dense()")
+
+
+def whole_number(name: str, value: object, allowed: str = "a whole number", *, least: int | None = None,
+                 error: type[ShoalError] = UsageError) -> int:
+    """Return `value`, an integer of Python, numpy or torch. Raises `error` for others, and for those below `least`."""
+    try:
+        number = index(value)  # pyright: ignore[reportArgumentType]  what is no integer raises
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or (least is not None and number < least):
+        raise error(f"{name} is {allowed}; got {value!r}")
+    return number
+
+
+def switch(name: str, value: object, *, error: type[ShoalError] = UsageError) -> bool:
+    """Return `value`, true or false of Python, numpy or torch. Raises `error` for others, such as text."""
+    return bool(value) if isinstance(value, np.bool_) else bool(whole_number(name, value, "true or false", error=error))
