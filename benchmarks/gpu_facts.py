@@ -11,6 +11,7 @@
     races     the same under torch's sanitizer of streams (`TORCH_CUDA_SANITIZER=1`)
     delays    the same with random sleeps on every stream
     tests-..  each file of tests/gpu
+    ranks     a share of the suites of several ranks, beside plain PyTorch; on one GPU ranks share it
 """
 
 from __future__ import annotations
@@ -212,8 +213,8 @@ def delays(scale: Scale) -> Measured:
     return stages(scale)
 
 
-def _tests(file: str) -> Measured:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/gpu/{file}"], cwd=ROOT,
+def _tests(*paths: str) -> Measured:
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *paths], cwd=ROOT,
                           text=True, capture_output=True, check=False)
     if done.returncode not in (0, 1):  # 1: a test failed; others: pytest itself did
         raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1:]}")
@@ -226,8 +227,10 @@ ROWS = {
     "copies": Row(run=copies), "pages": Row(run=pages), "matmul": Row(run=matmul), "cpu-step": Row(run=cpu_step),
     "disk": Row(run=disk), "stages": Row(run=stages),
     "races": Row(run=stages, environment={"TORCH_CUDA_SANITIZER": "1"}), "delays": Row(run=delays),
-    **{f"tests-{file.stem.removeprefix('test_')}": Row(run=lambda scale, file=file: _tests(file.name), seconds=200)
+    **{f"tests-{file.stem.removeprefix('test_')}": Row(run=lambda scale, file=file: _tests(str(file)), seconds=200)
        for file in sorted(ROOT.glob("tests/gpu/test_*.py"))},
+    "ranks": Row(run=lambda scale: _tests("tests/zero/test_parity.py", "tests/pipeline", "tests/tensor_parallel"),
+                 seconds=200, environment={"SHOAL_TEST_DEVICE": "cuda", "SHOAL_TEST_SHARE": "24"}),
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 from weakref import ref
@@ -125,3 +126,22 @@ def test_a_checksum_is_of_the_names_since_the_last_one() -> None:
     for order in (one, other):
         order.add("c")
     assert one.take() == other.take()
+
+
+def _of_a_destroyed_group() -> bool:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    launched = LaunchedCollectives(group)
+    work: Any = _Work()
+    launched.add(work)
+    wait = launched.oldest()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert wait is not None
+    wait.abort()  # as the board's thread does, which must go on
+    return launched.oldest() is None
+
+
+def test_the_abort_of_a_group_that_is_gone_raises_nothing() -> None:
+    assert run_ranks(1, _of_a_destroyed_group) == [True]

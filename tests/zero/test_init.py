@@ -131,6 +131,17 @@ def drawn(pair: Pair) -> None:
     pair.a.weight.data = torch.rand(5, 5)
 
 
+def replaced_beside(pair: Pair) -> None:
+    pair.b.weight.data = torch.ones(5, 5)
+    pair.b.weight.add_(pair.a.weight)
+
+
+def replaced_and_written(pair: Pair) -> None:
+    pair.b.weight.data = torch.ones(5, 5)
+    pair.b.weight.data.add_(pair.a.weight.data)
+    pair.c.weight.copy_(pair.b.weight @ pair.a.weight)
+
+
 TOGETHER: dict[str, Callable[[Pair], object]] = {
     "copy": lambda pair: pair.a.weight.data.copy_(pair.b.weight.data),
     "copy to a parameter": lambda pair: pair.a.weight.copy_(pair.b.weight),
@@ -139,6 +150,7 @@ TOGETHER: dict[str, Callable[[Pair], object]] = {
     "list": lambda pair: pair.a.bias.copy_(nn.utils.parameters_to_vector(pair.b.parameters())[:5]),
     "load": lambda pair: pair.a.load_state_dict(pair.b.state_dict()),
     "comparison": lambda pair: pair.a.weight.fill_(torch.equal(pair.a.weight, pair.b.weight)),
+    "replaced, beside another": replaced_beside, "replaced, and written with another": replaced_and_written,
     "halved": halved, "written": written, "mean": mean, "assigned": assigned, "drawn": drawn}
 """Operations on several parameters of a model, each of which is released before it."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, UsageError
 
-__all__ = ["check_tensor", "switch", "whole_number"]
+__all__ = ["check_tensor", "true_or_false", "whole_number"]
 
 
 def check_tensor(name: str, value: object, meaning: str) -> None:
@@ -29,7 +29,7 @@ def whole_number(name: str, value: object, allowed: str = "a whole number", *, l
                  error: type[ShoalError] = UsageError) -> int:
     """Return `value`, an integer of Python, numpy or torch. Raises `error` for others, and for those below `least`."""
     try:
-        number = index(value)  # pyright: ignore[reportArgumentType]  what is no integer raises
+        number = None if isinstance(value, bool) else index(value)  # pyright: ignore[reportArgumentType]  others raise
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None or (least is not None and number < least):
@@ -37,6 +37,12 @@ def whole_number(name: str, value: object, allowed: str = "a whole number", *, l
     return number
 
 
-def switch(name: str, value: object, *, error: type[ShoalError] = UsageError) -> bool:
-    """Return `value`, true or false of Python, numpy or torch. Raises `error` for others, such as text."""
-    return bool(value) if isinstance(value, np.bool_) else bool(whole_number(name, value, "true or false", error=error))
+def true_or_false(name: str, value: object, *, error: type[ShoalError] = UsageError) -> bool:
+    """Return `value`, true or false of Python, numpy or torch, or 1 or 0. Raises `error` for others, such as text."""
+    is_truth = isinstance(value, bool | np.bool_) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    if is_truth and (not isinstance(value, Tensor) or value.numel() == 1):
+        return bool(value)
+    number = None if is_truth else whole_number(name, value, "true or false", error=error)
+    if number not in (0, 1):
+        raise error(f"{name} is true or false; got {value!r}")
+    return bool(number)

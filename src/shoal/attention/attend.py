@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shoal.attention import flex, gather, reference
-from shoal.attention.arguments import check_tensor, switch, whole_number
+from shoal.attention.arguments import check_tensor, true_or_false, whole_number
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall, Term
 from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
@@ -89,7 +89,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
     """
     query, key, value = of_one_dtype("attend", query, key, value)
-    causal = switch("attend: causal", causal)
+    causal = true_or_false("attend: causal", causal)
     _check(query, key, value, blocks, causal=causal, backend=backend)
     check_options("attend", query.dtype, dropout=dropout, seed=seed, first_head=first_head, backend=backend)
     scale = scale_of(scale, query.shape[-1])
@@ -458,7 +458,7 @@ def key_padding_term(padding: Tensor, mode: Mode, blocks: Blocks, batches: int,
 def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
     """Return which blocks the mask hides wholly: (batches or 1, query blocks or 1, key blocks).
 
-    Raises UsageError for NaN, and for +inf in a mask that is added.
+    Raises UsageError for NaN, and for +inf in a mask that is added, where it is on the host: elsewhere to look would wait.
     """
     tensor = term.tensor[:, 0].unflatten(-1, (blocks.column_blocks, blocks.block))
     if tensor.shape[1] > 1:
@@ -467,7 +467,8 @@ def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
         tensor = tensor[:, :1]
     tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     top = tensor.amax(-1)
-    if term.tensor.is_floating_point() and bool((top.isnan() if term.multiplies else ~(top < torch.inf)).any()):
+    wrong = top.isnan() if term.multiplies else ~(top < torch.inf)
+    if top.device == HOST and top.is_floating_point() and bool(wrong.any()):
         raise UsageError(f"attend: {name} has {'NaN' if bool(top.isnan().any()) else '+inf'}; where nothing is to be masked "
                          f"give 0 in mode 'add', 1 in mode 'mul'")
     hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top <= HIDES

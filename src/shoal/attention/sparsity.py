@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.attention.arguments import check_tensor, switch
+from shoal.attention.arguments import check_tensor, true_or_false
 from shoal.attention.blocks import Blocks
 from shoal.errors import ConfigError, NotServed, UsageError
 
@@ -45,7 +45,7 @@ class SparsityConfig:
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
         self.num_heads = num_heads
         self.block = block
-        self.different_layout_per_head = self._switched(different_layout_per_head=different_layout_per_head)
+        self.different_layout_per_head = self._true_or_false(different_layout_per_head=different_layout_per_head)
         self.seed = 0
         self._known: OrderedDict[Hashable, tuple[Blocks, list[object]]] = OrderedDict()
         self._at_least(1, num_heads=num_heads, block=block)
@@ -149,10 +149,10 @@ class SparsityConfig:
             if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
                 raise ConfigError(f"{self._name}: {name}: got {number!r}; give a whole number from {least}")
 
-    def _switched(self, **values: object) -> bool:
+    def _true_or_false(self, **values: object) -> bool:
         """Return one named value, true or false. Raises ConfigError for others, such as text, which counts as true."""
         (name, given), = values.items()
-        return switch(f"{self._name}: {name}", given, error=ConfigError)
+        return true_or_false(f"{self._name}: {name}", given, error=ConfigError)
 
     def _listed(self, **values: Any) -> list[int]:
         """Return one named sequence of numbers as a list."""
@@ -280,7 +280,7 @@ class FixedSparsityConfig(_Structure):
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_local_blocks, self.num_global_blocks = num_local_blocks, num_global_blocks
         self.attention = attention
-        self.horizontal_global_attention = self._switched(horizontal_global_attention=horizontal_global_attention)
+        self.horizontal_global_attention = self._true_or_false(horizontal_global_attention=horizontal_global_attention)
         self.num_different_global_patterns = num_different_global_patterns
         self._at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks,
                        num_different_global_patterns=num_different_global_patterns)
@@ -369,7 +369,7 @@ class VariableSparsityConfig(_Ranges):
         self.num_random_blocks = num_random_blocks
         self.local_window_blocks = self._listed(local_window_blocks=local_window_blocks)
         self.attention = attention
-        self.horizontal_global_attention = self._switched(horizontal_global_attention=horizontal_global_attention)
+        self.horizontal_global_attention = self._true_or_false(horizontal_global_attention=horizontal_global_attention)
         self._at_least(0, num_random_blocks=num_random_blocks)
         if not self.local_window_blocks:
             raise ConfigError(f"{self._name}: local_window_blocks: got no sizes; give at least one, such as [4]")

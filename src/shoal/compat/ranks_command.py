@@ -50,7 +50,8 @@ def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str,
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), found.get("PYTHONPATH")]))
     for file in (Path(folder) / file_name for folder in folders):
         if file.is_file():
-            with file.open(encoding="utf-8", errors="surrogateescape") as lines:  # as variables are in `os.environ`
+            # as variables are in `os.environ`
+            with file.open(encoding="utf-8", errors="surrogateescape", newline="\n") as lines:
                 for line in lines:
                     name, equals, value = line.removesuffix("\n").partition("=")
                     if not equals:

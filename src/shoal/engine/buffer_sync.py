@@ -35,7 +35,7 @@ def move_buffers(model: nn.Module, communicator: Communicator, device: torch.dev
                       f"a resume, or keep a dense one")
         elif buffer.numel():
             values = buffer.data.contiguous()
-            communicator.broadcast(values.view(-1).view(torch.uint8), 0, f"buffer '{name}'")
+            communicator.broadcast(values, 0, f"buffer '{name}'")
             buffer.data.copy_(values)
 
 

@@ -179,7 +179,7 @@ def load(model: ShardedModel, optimizer: ShardedOptimizer, state_dict: Mapping[s
         whole = torch.empty(prod(shape), dtype=dtype, device=device)
         if world.rank == source:
             whole.copy_(values[name].reshape(-1))
-        world.broadcast(whole.view(torch.uint8), source, f"optimizer state '{name}'")
+        world.broadcast(whole, source, f"optimizer state '{name}'")
         for piece in wanted[name]:
             with nullcontext() if piece.hold is None else piece.hold(True):
                 for overlap in overlaps(_whole(shape), piece.interval):

@@ -258,9 +258,10 @@ class Agent(LocalElasticAgent):
         self._watch()
         self._watch_nodes()
         self._observe()
+        ended: list[int] = []
         if any(self._exits.values()):
+            ended = self._ended_programs()  # before others end because they are told to
             self._stop(signal.SIGTERM, self.plan.grace)
-        ended = self._ended_programs()
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         self.failures = failure.with_ended([self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
                                             for number, fact in result.failures.items()], ended)
@@ -413,8 +414,6 @@ class Agent(LocalElasticAgent):
     def _ended_programs(self) -> list[int]:
         """Return the ranks whose programs have ended without an error when another rank is found to have failed."""
         statuses = {pid: exit_status(pid) for pid in self._pids()}
-        if not any(statuses.values()):
-            return []
         ended: list[int] = []
         for local_rank, watched in self._watched().items():
             page = read_page(os.path.join(self._memory, f"rank{local_rank}"))
@@ -457,7 +456,7 @@ class Agent(LocalElasticAgent):
             record = read_record(Path(self._memory))
             if self.plan.log_dir is not None and self._cluster is None:
                 page, node = "", self._worker_group.group_rank
-                with suppress(OSError):  # the working folder is gone
+                with suppress(OSError):  # of a working folder that is gone, for example: the report comes without the page
                     page = page_of(Path(self._memory), record, with_stacks=False) if record is not None else page
                 path = Path(self.plan.log_dir, REPORT if self.plan.nodes == (1, 1) else f"failure.node{node}.txt")
                 try:

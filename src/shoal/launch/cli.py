@@ -45,17 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # words and names of files may be no text
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(words[0], words[1:]) if words else _show_help(2)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here an error can be told
-        return code
+        try:
+            return _dispatch(words[0], words[1:]) if words else _show_help(2)
+        finally:  # after --help of a command, too, which exits
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here an error can be told
     except ShoalError as error:
         print(f"shoal {words[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except OSError:
-        if (lost := _lost_output()) is None:
+    except OSError as error:
+        if error.errno not in _OF_OUTPUT or (lost := _lost_output()) is None:
             raise
         if lost.errno == errno.EPIPE:  # its reader has what it wants
             return 128 + signal.SIGPIPE
@@ -63,10 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
+
+
 def _lost_output() -> OSError | None:
-    """Return why standard output cannot be written, and have it lead nowhere from then on; None where it can."""
+    """Return why what is buffered for standard output cannot be written, and drop it; None where it is written."""
     try:
-        os.write(1, b"\n")
+        sys.stdout.flush()
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # what is buffered would fail again at the exit

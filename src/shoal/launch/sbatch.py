@@ -8,6 +8,7 @@ another way ends with the exit code of `shoal run`. From its second start on the
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shlex
@@ -91,8 +92,10 @@ def main(args: argparse.Namespace) -> int:
     if not args.module and not Path(args.script).exists():
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
     text = os.fsencode(script(args))  # words that are no text arrive byte for byte
-    if args.output is None:
+    if args.output is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.buffer.write(text)
+    elif args.output is None:
+        sys.stdout.write(script(args))
     else:
         try:
             Path(args.output).write_bytes(text)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.attention.arguments import check_tensor, switch
+from shoal.attention.arguments import check_tensor, true_or_false
 from shoal.attention.attend import (
     Backend,
     Mode,
@@ -65,8 +65,9 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
     other in a call that is the first of its kind on all of them.
     """
     query, key, value = of_one_dtype("attend_sequence", query, key, value)
-    causal = switch("attend_sequence: causal", causal)
+    causal = true_or_false("attend_sequence: causal", causal)
     check_options("attend_sequence", query.dtype, dropout=dropout, seed=seed, first_head=first_head, backend=backend)
+    first_head = index(first_head)
     _check(query, key, value, axis, blocks, exchange)
     for name, given in (("key_padding", key_padding), ("mask", mask), ("bias", bias)):
         if given is not None:

@@ -169,14 +169,20 @@ class Axis:
         work = self.group.alltoall_base(whole.view(-1), copies, list(spans), [part.numel()] * self.ranks)
         return _recorded(self._wait_for(work), call)
 
+    def _check_not_aborted(self) -> None:
+        if self._launched is not None and self._launched.aborted:
+            where = f"rank {self.rank} of {self.ranks} of a tensor axis"
+            raise peer_failed(where) or CollectiveFailed(f"{where}: the collectives of the device were aborted")
+
     def _count(self, kind: str, sent: int, op: str, buffer: Tensor) -> Call | None:
+        self._check_not_aborted()
         return traffic.count(f"tensor {kind}", sent, op=op, of=buffer, ranks=self.members)
 
     def _peers(self) -> list[int]:
         return [(self.rank + offset) % self.ranks for offset in range(1, self.ranks)]
 
     def _wait_for(self, work: dist.Work | None) -> _Finish:
-        """Return a function that waits for `work`, and that a published failure aborts, as it does the work of a device."""
+        """Return a function that waits for `work`. A published failure aborts the wait, and what a device runs for it."""
         launched = self._launched
         number = None if launched is None or work is None else launched.add(work)
 
@@ -185,8 +191,7 @@ class Axis:
                 if work is not None:
                     work.wait()
             if launched is not None and number is not None:
-                if launched.aborted:
-                    raise RuntimeError("the collectives of the device were aborted")
+                self._check_not_aborted()
                 launched.waited(number)
 
         return finish

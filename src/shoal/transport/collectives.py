@@ -179,7 +179,7 @@ class Communicator:
                              ranks=self.members, what=label)
         if self.native:
             own = full[self.rank * span:(self.rank + 1) * span] if own is None else own
-            launch = partial(native_all_gather, _real(full), _real(own), self.group, async_op=True)
+            launch = partial(native_all_gather, _as_real(full), _as_real(own), self.group, async_op=True)
             return _watched(self._launch(label, launch), call)
         spans = full.view(self.ranks, span)
         if own is not None:
@@ -205,7 +205,7 @@ class Communicator:
         spans = source.view(self.ranks, span)
         if self.native:
             total = staging[:span]
-            launch = partial(native_reduce_scatter, _real(total), _real(source), group=self.group, async_op=True)
+            launch = partial(native_reduce_scatter, _as_real(total), _as_real(source), group=self.group, async_op=True)
             transfer = _watched(self._launch(label, launch), call)
             return Reduction(transfer, [total], target, scale, accumulate, self.chunk_bytes)
         peers = self._peers()
@@ -375,8 +375,8 @@ class Communicator:
                                 "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(issued)))
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Return a 1-D tensor; of a complex one real and imaginary parts in turn, for backends have no complex dtypes."""
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a complex 1-D tensor as its real and imaginary parts in turn: backends have no complex dtypes."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 

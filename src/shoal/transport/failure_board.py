@@ -196,6 +196,7 @@ class OldestWait(ABC):
 def watch_oldest(work: OldestWait) -> None:
     """Ask for the oldest of `work` until it is gone."""
     _unwaited.add(work)
+    _start_watching()
 
 
 def abort_waits(group: dist.ProcessGroup) -> None:

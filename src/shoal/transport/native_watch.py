@@ -29,7 +29,8 @@ _REMEMBERED = 4096
 """Names that a rank keeps for the error; the checksum is of all."""
 
 
-_of_group: WeakKeyDictionary[dist.ProcessGroup, LaunchedCollectives] = WeakKeyDictionary()
+_launched: WeakKeyDictionary[dist.ProcessGroup, LaunchedCollectives] = WeakKeyDictionary()
+"""What this rank has launched in each group, over all its communicators and tensor axes."""
 
 
 def is_native(group: dist.ProcessGroup) -> bool:
@@ -41,7 +42,7 @@ def launched_collectives(group: dist.ProcessGroup) -> LaunchedCollectives | None
     """Return those of `group`, which its communicators and tensor axes share; None of one rank, and where all are gloo's."""
     if not is_native(group) or dist.get_world_size(group) == 1:
         return None
-    return _of_group.get(group) or _of_group.setdefault(group, LaunchedCollectives(group))
+    return _launched.get(group) or _launched.setdefault(group, LaunchedCollectives(group))
 
 
 class LaunchedCollectives(OldestWait):
@@ -93,8 +94,8 @@ class LaunchedCollectives(OldestWait):
         self.aborted = True
         with self._lock:
             self._running.clear()
-        group = self._group()
-        assert group is not None, "its caller holds the group of a wait"
+        if (group := self._group()) is None:  # it was destroyed meanwhile
+            return
         with suppress(RuntimeError):  # a backend that cannot: its own timeout ends it
             group._get_backend(current_device()).abort()  # pyright: ignore[reportPrivateUsage]  no public name
         abort_waits(group)

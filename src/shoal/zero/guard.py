@@ -118,8 +118,8 @@ def _operands_with_values(function: Callable[..., Any], args: tuple[Any, ...],
     """Bring back the values of all released operands of `function`, and put parameters in place of what they detached to."""
     operands = [leaf.parameter if isinstance(leaf, DetachedParameter) else leaf
                 for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    for operand in operands if function not in _CREATES_LIKE else ():
-        if is_guarded(operand):
+    for operand in operands:
+        if is_guarded(operand) and function not in _CREATES_LIKE:
             _read(cast("nn.Parameter", operand), _name_of(function), operands)
 
     def values(detached: DetachedParameter) -> torch.Tensor:

@@ -151,11 +151,10 @@ class Init:
 
     def _close_opened(self, operands: Sequence[Tensor] = ()) -> None:
         """Shard what was opened, as rank 0 wrote it, but for units whose memory one of `operands` uses."""
-        opened, self._opened = self._opened, []
-        for unit in opened:
-            if any(_is_part(operand, unit.full) for operand in operands):
-                self._opened.append(unit)
-            else:
+        for unit in tuple(self._opened):
+            memories = (unit.full, *(member.parameter for member in unit.members))  # a script may have replaced theirs
+            if not any(_is_part(operand, memory) for operand in operands for memory in memories):
+                self._opened.remove(unit)
                 take_over(unit, keep=False)
                 unit.broadcast_edit(0)
                 unit.release()
@@ -224,12 +223,14 @@ class _TemporaryUnit(Unit):
             return False
         rest = slice(self.resting_range.start, self.resting_range.stop)
         self.bring_shard()
-        other.bring_shard()
         try:
-            self.full[rest].copy_(other.full[rest])
-            self.memory.mark_dirty()
+            other.bring_shard()
+            try:
+                self.full[rest].copy_(other.full[rest])
+                self.memory.mark_dirty()
+            finally:
+                other.release()
         finally:
-            other.release()
             self.release()
         return True
 

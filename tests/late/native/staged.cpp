@@ -27,9 +27,9 @@ class StagedWork final : public Work {
   bool wait(std::chrono::milliseconds timeout) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (waited_) return true;
-    waited_ = true;
     work_->wait(timeout);
     finish_();
+    waited_ = true;
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
