@@ -374,12 +374,12 @@ def lock_pages(address: int, size: int) -> Callable[[], object]:
         raise UsageError(f"pin_memory: the system refuses to page-lock {size:,} bytes of host memory (error {code} of "
                          f"cudaHostRegister): leave memory free, raise the limit of locked memory (ulimit -l), or set "
                          f"pin_memory to false")
-    return partial(_unlock_pages, runtime, address, torch.cuda.current_device())
+    return partial(_unlock_pages, runtime, address, current_device())
 
 
-def _unlock_pages(runtime: Any, address: int, index: int) -> None:
+def _unlock_pages(runtime: Any, address: int, device: torch.device) -> None:
     with suppress(RuntimeError):  # in a process that ends, or a forked one, the device is gone
-        torch.cuda.synchronize(index)  # of this thread another device may be current
+        synchronize(device)  # of this thread another one may be current
     runtime.cudaHostUnregister(address)
 
 

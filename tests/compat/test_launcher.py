@@ -202,6 +202,7 @@ def test_an_elastic_job_goes_on_with_fewer_hosts(monkeypatch, tmp_path: Path, no
     assert found[:len(before) + len(given)] == [*before, *given]
     assert ("--nodes" in found) is bool(given)
     monkeypatch.setattr(ranks_command, "run", lambda words, **options: cli.main([*words[3:4], "--dry-run", *words[4:]]))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # which it exports
     runner.main([*words.split()[:-1], __file__])  # `shoal run` takes it
 
 

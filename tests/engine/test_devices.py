@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.engine.training_state import _scalar_device
 from shoal.onebit import packing, reference
 from shoal.optim import grad_stats
+from shoal.optim.views import MasterView
 from shoal.testing import run_ranks
 from shoal.transport import reduction
 from shoal.transport.collectives import Communicator
@@ -27,7 +27,7 @@ DEVICE = torch.device("meta")  # of another kind than the host
 ])  # fmt: skip
 def test_a_loaded_step_count_is_on_the_device_that_torch_would_use(options: dict[str, object], found: str) -> None:
     view: Any = SimpleNamespace(parameter=nn.Parameter(torch.empty(2, device=DEVICE)))
-    assert _scalar_device(view, options).type == found
+    assert MasterView.number_device(view, options).type == found
 
 
 def test_a_rank_without_units_gathers_words_on_its_device() -> None:

@@ -44,10 +44,12 @@ def test_words_that_are_no_text_are_shown_with_escapes(encoding):
     assert rb"PYTHON\udcff" in done.stdout
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", ["--help", "--dry-run"])
+@pytest.mark.parametrize(("words", "unbuffered"), [
+    (["--help"], ""), (["--help"], "1"), (["run", "--dry-run", __file__], ""), (["run", "--dry-run", __file__], "1"),
+    (["run", "--help"], ""),
+])  # fmt: skip
 def test_a_command_whose_output_cannot_be_written_says_so_in_a_line(words, unbuffered):
-    command = [sys.executable, "-m", "shoal", *(["run", words, __file__] if words == "--dry-run" else [words])]
+    command = [sys.executable, "-m", "shoal", *words]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)

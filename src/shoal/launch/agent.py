@@ -258,9 +258,8 @@ class Agent(LocalElasticAgent):
         self._watch()
         self._watch_nodes()
         self._observe()
-        ended: list[int] = []
+        ended = self._ended_programs()  # before others end because they are told to
         if any(self._exits.values()):
-            ended = self._ended_programs()  # before others end because they are told to
             self._stop(signal.SIGTERM, self.plan.grace)
         result = cast(RunResult, super()._monitor_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         self.failures = failure.with_ended([self._failure(number, fact.local_rank, fact.pid, fact.exitcode)
@@ -414,6 +413,8 @@ class Agent(LocalElasticAgent):
     def _ended_programs(self) -> list[int]:
         """Return the ranks whose programs have ended without an error when another rank is found to have failed."""
         statuses = {pid: exit_status(pid) for pid in self._pids()}
+        if not any((*statuses.values(), *self._exits.values())):
+            return []
         ended: list[int] = []
         for local_rank, watched in self._watched().items():
             page = read_page(os.path.join(self._memory, f"rank{local_rank}"))

@@ -56,27 +56,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if error.errno not in _OF_OUTPUT or (lost := _lost_output()) is None:
+        if not _is_of_output(error):
             raise
-        if lost.errno == errno.EPIPE:  # its reader has what it wants
+        if error.errno == errno.EPIPE:  # its reader has what it wants
             return 128 + signal.SIGPIPE
-        print(f"shoal {' '.join(words[:1])}: the standard output cannot be written: {lost.strerror}", file=sys.stderr)
+        print(f"shoal {' '.join(words[:1])}: the standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
 
 
-_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
-
-
-def _lost_output() -> OSError | None:
-    """Return why what is buffered for standard output cannot be written, and drop it; None where it is written."""
+def _is_of_output(error: OSError) -> bool:
+    """Whether a line to standard output fails with `error` too; then it leads nowhere from here on."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO):
+        return False
     try:
-        sys.stdout.flush()
-    except OSError as error:
+        os.write(1, b"\n")
+    except OSError as lost:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # what is buffered would fail again at the exit
         os.close(null)
-        return error
-    return None
+        return lost.errno == error.errno
+    return False
 
 
 def _dispatch(name: str, words: list[str]) -> int:

@@ -170,13 +170,13 @@ class Communicator:
         A device reads `own` in the stream of its collectives: it may be written to, or freed, after the wait.
         """
         self._check(label, full)
-        if self.ranks == 1:
-            if own is not None:
-                full.copy_(own)
-            return DONE
         span = full.numel() // self.ranks
         call = traffic.count(label.kind, span * full.element_size() * (self.ranks - 1), op="all_gather", of=full,
                              ranks=self.members, what=label)
+        if self.ranks == 1:
+            if own is not None:
+                full.copy_(own)
+            return _watched(DONE, call)
         if self.native:
             own = full[self.rank * span:(self.rank + 1) * span] if own is None else own
             launch = partial(native_all_gather, _as_real(full), _as_real(own), self.group, async_op=True)

@@ -30,7 +30,7 @@ _REMEMBERED = 4096
 
 
 _launched: WeakKeyDictionary[dist.ProcessGroup, LaunchedCollectives] = WeakKeyDictionary()
-"""What this rank has launched in each group, over all its communicators and tensor axes."""
+"""The collectives that this rank has launched in each group, over all its communicators and tensor axes."""
 
 
 def is_native(group: dist.ProcessGroup) -> bool:
