@@ -395,7 +395,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
             raise UsageError(f"attend: {name} has length {length}, the layout is for {expected}; {fix}")
     if causal and blocks.length != blocks.kv_length:
         raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
-    if backend != "reference" and (in_function_transform() or in_trace()):
+    if backend != "reference" and (in_function_transform() or in_trace()):  # a trace would keep the masks of its example
         raise UsageError("attend: within a transform of torch.func, in forward mode, and where torch.export, make_fx or "
                          "torch.jit.trace records operators, only backend='reference' computes; "
                          f"got backend={backend!r}. It has all scores in memory")
@@ -467,8 +467,8 @@ def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
         tensor = tensor[:, :1]
     tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
     top = tensor.amax(-1)
-    wrong = top.isnan() if term.multiplies else ~(top < torch.inf)
-    if top.device == HOST and top.is_floating_point() and bool(wrong.any()):
+    if top.device == HOST and top.is_floating_point() and bool(
+            (top.isnan() if term.multiplies else ~(top < torch.inf)).any()):
         raise UsageError(f"attend: {name} has {'NaN' if bool(top.isnan().any()) else '+inf'}; where nothing is to be masked "
                          f"give 0 in mode 'add', 1 in mode 'mul'")
     hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top <= HIDES

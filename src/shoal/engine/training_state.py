@@ -62,7 +62,7 @@ def weights_to_load(model: ShardedModel, snapshot: Snapshot, *, strict: bool) ->
     """
     saved = set(snapshot.names())
     for unit in model.units:
-        with fetched(unit.high_precision, 0, 0, changed=False):
+        with fetched(unit.high_precision, 0, 0, changed=False):  # a fetch, of no elements too, waits for copies
             pass
         for part in unit.layout.parts(unit.high_precision_range):
             name = f"{WEIGHT}/{unit.layout.slots[part.slot].name}"

@@ -44,8 +44,7 @@ from shoal.launch.rendezvous import JOIN, SingleNodeRendezvous, describe, multi_
 from shoal.launch.spares import Spare, serves_here
 from shoal.launch.streams import RankStreams
 from shoal.launch.watching import Reaction, WatchedRank
-from shoal.recording.page import PAGES, TrainingPhase
-from shoal.recording.page import read as read_page
+from shoal.recording.page import PAGES
 
 __all__ = ["Agent", "launch"]
 
@@ -415,14 +414,8 @@ class Agent(LocalElasticAgent):
         statuses = {pid: exit_status(pid) for pid in self._pids()}
         if not any((*statuses.values(), *self._exits.values())):
             return []
-        ended: list[int] = []
-        for local_rank, watched in self._watched().items():
-            page = read_page(os.path.join(self._memory, f"rank{local_rank}"))
-            left = page is not None and page.pid == watched.pid and page.phase is TrainingPhase.END
-            if not statuses[watched.pid] and not os.path.exists(watched.error_file) and (
-                    left or statuses[watched.pid] is not None):
-                ended.append(watched.rank)
-        return ended
+        return [watched.rank for local_rank, watched in self._watched().items() if statuses[watched.pid] == 0
+                or (statuses[watched.pid] is None and self._reaction.has_left(local_rank, watched))]
 
     def _pids(self) -> list[int]:
         return [worker.id for worker in self._worker_group.workers if isinstance(worker.id, int)]

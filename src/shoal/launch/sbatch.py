@@ -91,14 +91,14 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(f"{option}: got {value!r}; a directive is one line")
     if not args.module and not Path(args.script).exists():
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
-    text = os.fsencode(script(args))  # words that are no text arrive byte for byte
-    if args.output is None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.buffer.write(text)
-    elif args.output is None:
-        sys.stdout.write(script(args))
+    text = script(args)
+    if args.output is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")  # words leave byte for byte
+        sys.stdout.write(text)
     else:
         try:
-            Path(args.output).write_bytes(text)
+            Path(args.output).write_bytes(os.fsencode(text))
         except OSError as error:
             raise LaunchError(f"--output {args.output}: cannot be written: {error.strerror}; give another file") from None
     return 0

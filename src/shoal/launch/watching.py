@@ -19,6 +19,7 @@ from pathlib import Path
 from shoal.errors import LaunchError
 from shoal.launch import rank
 from shoal.launch.console import Console
+from shoal.recording.page import TrainingPhase
 from shoal.resilience.watch import StallKind, Suspicion, Watch
 
 __all__ = ["Reaction", "WatchedRank", "stacks"]
@@ -58,6 +59,12 @@ class Reaction:
         """Whether every rank of this node has taken a step in this attempt."""
         readings = [self._watch.reading(local_rank) for local_rank in range(local_ranks)]
         return all(reading is not None and reading.steps > 0 for reading in readings)
+
+    def has_left(self, local_rank: int, watched: WatchedRank) -> bool:
+        """Whether the script of a rank has ended, or given its engine up, without an error; its process may still run."""
+        reading = self._watch.reading(local_rank)
+        return (reading is not None and reading.pid == watched.pid and reading.phase is TrainingPhase.END
+                and not os.path.exists(watched.error_file))
 
     def poll(self, ranks: Mapping[int, WatchedRank], *, held_up: bool) -> None:
         """Look at the ranks, by local rank, if it is time to; `held_up`: something outside of the job has them wait."""

@@ -175,6 +175,7 @@ class Axis:
             raise peer_failed(where) or CollectiveFailed(f"{where}: the collectives of the device were aborted")
 
     def _count(self, kind: str, sent: int, op: str, buffer: Tensor) -> Call | None:
+        """Count a collective before its launch. Raises `CollectiveFailed` where those of the device were aborted."""
         self._check_not_aborted()
         return traffic.count(f"tensor {kind}", sent, op=op, of=buffer, ranks=self.members)
 

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "collectives.h"
 #include "memory.h"
 #include "timeline.h"
 #include "twins.h"
@@ -26,7 +27,9 @@ using c10d::Backend;
 using c10d::OpType;
 using c10d::ReduceOp;
 using c10d::Work;
-using Tensors = std::vector<Tensor>;
+using collectives::flat;
+using collectives::reduced;
+using collectives::Tensors;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
 // Keeps its tensors until the caller waits; a caller that never does leaves them to the allocator's record of streams.
@@ -72,28 +75,13 @@ Tensors twins(const Tensors& tensors) {
   return made;
 }
 
-Tensors flat(const std::vector<Tensors>& lists) {
-  Tensors all;
-  for (const Tensors& list : lists) all.insert(all.end(), list.begin(), list.end());
-  return all;
-}
-
 Tensors joined(Tensors first, const Tensors& second) {
   first.insert(first.end(), second.begin(), second.end());
   return first;
 }
 
-// Sums the rows of `addends` in rank order, in fp32 where they are shorter.
 void reduce_rows(const Tensor& addends, const Tensor& target, const ReduceOp& op) {
-  const bool narrow = addends.is_floating_point() && addends.itemsize() < 4;
-  Tensor total = narrow ? addends[0].to(at::kFloat) : addends[0].clone();
-  for (int64_t rank = 1; rank < addends.size(0); ++rank) {
-    if (op == ReduceOp::MAX) total = total.max(addends[rank]);
-    else if (op == ReduceOp::MIN) total = total.min(addends[rank]);
-    else total.add_(addends[rank]);
-  }
-  if (op == ReduceOp::AVG) total.div_(addends.size(0));
-  target.copy_(total.view_as(target));
+  target.copy_(reduced(addends, op).view_as(target));
 }
 
 class LateGroup final : public Backend {

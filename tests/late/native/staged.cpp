@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "collectives.h"
+
 namespace {
 
 using at::Tensor;
@@ -16,7 +18,9 @@ using c10d::Backend;
 using c10d::OpType;
 using c10d::ReduceOp;
 using c10d::Work;
-using Tensors = std::vector<Tensor>;
+using collectives::flat;
+using collectives::reduced;
+using collectives::Tensors;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
 class StagedWork final : public Work {
@@ -62,12 +66,6 @@ void back(const Tensors& from, const Tensors& to) {
   for (size_t index = 0; index < to.size(); ++index) to[index].variable_data().copy_(from[index]);
 }
 
-Tensors flat(const std::vector<Tensors>& lists) {
-  Tensors all;
-  for (const Tensors& list : lists) all.insert(all.end(), list.begin(), list.end());
-  return all;
-}
-
 Tensor joined(const Tensors& tensors) {
   Tensors rows;
   for (const Tensor& tensor : tensors) rows.push_back(tensor.reshape(-1));
@@ -78,18 +76,6 @@ std::vector<int64_t> sizes(const Tensors& tensors) {
   std::vector<int64_t> found;
   for (const Tensor& tensor : tensors) found.push_back(tensor.numel());
   return found;
-}
-
-// The sum over the rows of `addends` in rank order, in fp32 where they are shorter.
-Tensor reduced(const Tensor& addends, const ReduceOp& op) {
-  const bool narrow = addends.is_floating_point() && addends.itemsize() < 4;
-  Tensor total = narrow ? addends[0].to(at::kFloat) : addends[0].clone();
-  for (int64_t rank = 1; rank < addends.size(0); ++rank) {
-    if (op == ReduceOp::MAX) total = total.max(addends[rank]);
-    else if (op == ReduceOp::MIN) total = total.min(addends[rank]);
-    else total.add_(addends[rank]);
-  }
-  return op == ReduceOp::AVG ? total.div_(addends.size(0)) : total;
 }
 
 class StagedGroup final : public Backend {
