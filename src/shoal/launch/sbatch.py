@@ -93,8 +93,8 @@ def main(args: argparse.Namespace) -> int:
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
     text = script(args)
     if args.output is None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")  # words leave byte for byte
+        if isinstance(sys.stdout, io.TextIOWrapper):  # words that are no text leave byte for byte
+            sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors="surrogateescape")
         sys.stdout.write(text)
     else:
         try:
