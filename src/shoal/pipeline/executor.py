@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shoal.autograd import run_backward
 from shoal.errors import CollectiveFailed, GuardError, LossScaleError, PeerFailed, PipelineError, UsageError
+from shoal.interrupts import sigint_handler
 from shoal.pipeline.instruction import Instruction, Op
 from shoal.pipeline.links import ACTIVATIONS, GRADIENTS, Links
 from shoal.pipeline.schedules import PipelineSchedule
@@ -248,7 +249,7 @@ class Executor:
         self._position = 0
         self._links.begin(schedule.rows[rank])
         try:
-            with interruptible_wait(self._links.end_waits, grace=_ABORT_GRACE):
+            with sigint_handler(), interruptible_wait(self._links.end_waits, grace=_ABORT_GRACE):
                 yield
                 self._links.flush()
         except BaseException as error:
