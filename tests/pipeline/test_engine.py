@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -297,3 +299,20 @@ def loaders() -> list[float]:
 def test_training_data_repeats_after_its_end() -> None:
     losses = run_ranks(4, loaders)
     assert losses[0] == losses[3] and losses[0][-1] < losses[0][0]
+
+
+def handlers_installed(count: int) -> list[int]:
+    """Return how often a step, and an evaluation, of `count` microbatches install a handler of Ctrl-C."""
+    engine = engine_of([shoal.LayerSpec(Embed), shoal.LayerSpec(Block), shoal.LayerSpec(Output)],
+                       gradient_accumulation_steps=count)
+    engine.train_batch(data(0, 0, count))
+    found = []
+    for call in (engine.train_batch, engine.eval_batch):
+        with mock.patch.object(signal, "signal", wraps=signal.signal) as install:
+            call(data(1, 0, count))
+        found.append(install.call_count)
+    return found
+
+
+def test_more_microbatches_do_not_install_the_handler_more_often() -> None:
+    assert run_ranks(2, handlers_installed, 2) == run_ranks(2, handlers_installed, 6)

@@ -324,6 +324,8 @@ class Unit:
 
     def end_hold(self, reasons: Hold) -> None:
         """End holds; `release` then gives up the memory."""
+        if self._holds is Hold.NONE:  # at almost every call, and arithmetic of flags takes microseconds
+            return
         if Hold.CONTEXT in reasons:
             self._contexts -= 1
             reasons = reasons if self._contexts == 0 else reasons & ~Hold.CONTEXT
