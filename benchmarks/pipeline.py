@@ -4,12 +4,13 @@
 
 Bubble: F, I and W of a stage each sleep for `nap` milliseconds; the bubble is the fraction of a step, from its first
 instruction to its last, in which a rank does not sleep, over all ranks. Overhead: one tiny layer per stage, so that a step
-consists of the executor and its messages. torch's Schedule1F1B runs the same layers and the same loss over the same group,
+consists of the executor and its messages. torch's Schedule1F1B runs the same layers and the same loss in ranks of its own,
 in turns with ours whose order rotates. Both split the same batch, exchange activations and gradients, and sum the gradients
 of all microbatches. Two kinds of call are compared, each with the same kind: the *executor* alone, without an optimizer
 (ours is internal, torch's is `schedule.step`), and a *training step* as a user writes it (`engine.train_batch`;
-`schedule.step`, SGD, zero_grad). Memory: a microbatch keeps `--kept` MiB at a stage; the result is the growth of the first
-rank's peak memory in a step.
+`schedule.step`, SGD, zero_grad). Shoal gives gloo's thread another policy in its ranks (docs/decisions, 29); "gloo yields"
+is torch with that policy, which torch itself does not set. Memory: a microbatch keeps `--kept` MiB at a stage; the result
+is the growth of the first rank's peak memory in a step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from shoal.pipeline.executor import Batches
 from shoal.pipeline.schedules import make_schedule
 from shoal.pipeline.split_backward import WeightGradTask, current_queue
 from shoal.testing import run_ranks
+from shoal.transport.gloo_threads import let_ranks_go_first
 
 WIDTH = 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2}
@@ -56,7 +59,7 @@ class Options:
 def main() -> None:
     options = _options()
     bubbles = {name: run_ranks(options.ranks, naps, name, options) for name in SCHEDULES}
-    overhead = run_ranks(2, tiny, options)[0]
+    overhead = overheads(options)
     counts = (1, options.microbatches, 4 * options.microbatches)
     memory = {name: [run_ranks(2, kept, name, count, options)[0] for count in counts] for name in ("gpipe", "1f1b", "zb-h1")}
     _publish(options, bubbles, overhead, counts, memory)
@@ -155,48 +158,78 @@ def _naps(engine: Any) -> list[Nap]:
     return [module for module in engine.module.modules() if isinstance(module, Nap)]
 
 
-def tiny(options: Options) -> dict[str, list[float]]:
-    """Return the seconds of each step, ours and torch's, measured in alternation."""
+def tiny(system: str, options: Options) -> float:
+    """Return the median seconds of a step of `system`, in ranks that run nothing else."""
+    step, clear, close = TINY[system](options)
+    for _ in range(options.steps):  # not counted
+        _timed(step, clear)
+    median = statistics.median(_timed(step, clear) for _ in range(options.steps))
+    close()
+    return median
+
+
+Steps = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
+"""A step, what clears its gradients, and what closes the system."""
+
+
+def _our_steps(options: Options, *, training: bool) -> Steps:
     count = options.microbatches
     engine = engine_of([shoal.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(2)], 2, "1f1b", count)
     plan = make_schedule("1f1b", ranks=2, microbatches=count)
+    inputs, labels = torch.randn(2 * count, WIDTH).chunk(count), torch.zeros(2 * count).chunk(count)
+
+    def executor() -> None:
+        engine._executor.run(plan, engine.stage_id, Batches(inputs=list(inputs), labels=list(labels)), engine._factor)
+
+    def train() -> None:
+        engine.train_batch(iter(list(zip(inputs, labels, strict=True))))
+
+    return (train, _nothing, engine.destroy) if training else (executor, engine.optimizer.zero_grad, engine.destroy)
+
+
+def _their_steps(options: Options, *, training: bool, yields: bool = False) -> Steps:
+    """Return torch's steps; where gloo `yields`, its thread has the policy that Shoal sets in its own ranks."""
+    count = options.microbatches
     stage = PipelineStage(nn.Linear(WIDTH, WIDTH), dist.get_rank(), 2, torch.device("cpu"))
-    theirs = Schedule1F1B(stage, count, loss_fn=lambda out, labels: out.mean())
+    schedule = Schedule1F1B(stage, count, loss_fn=lambda out, labels: out.mean())
     inputs, labels = torch.randn(2 * count, WIDTH), torch.zeros(2 * count)
-
-    def ours_step() -> None:
-        given = Batches(inputs=list(inputs.chunk(count)), labels=list(labels.chunk(count)))
-        engine._executor.run(plan, engine.stage_id, given, engine._factor)
-
-    def their_step() -> None:
-        theirs.step(*([inputs] if dist.get_rank() == 0 else []), **({"target": labels} if dist.get_rank() == 1 else {}))
-
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=1e-3)
+    if yields:
+        let_ranks_go_first()
 
-    def our_training() -> None:
-        engine.train_batch(iter(list(zip(inputs.chunk(count), labels.chunk(count), strict=True))))
+    def executor() -> None:
+        schedule.step(*([inputs] if dist.get_rank() == 0 else []), **({"target": labels} if dist.get_rank() == 1 else {}))
 
-    def their_training() -> None:
-        their_step()
+    def train() -> None:
+        executor()
         optimizer.step()
         optimizer.zero_grad()
 
-    systems = {"shoal": (ours_step, engine.optimizer.zero_grad), "torch": (their_step, stage.submod.zero_grad),
-               "shoal, training step": (our_training, _nothing), "torch, training step": (their_training, _nothing)}
-    found: dict[str, list[float]] = {name: [] for name in systems}
-    for number in range(options.rounds + 1):
-        shift, order = number % len(systems), list(systems)
+    return (train, _nothing, _nothing) if training else (executor, stage.submod.zero_grad, _nothing)
+
+
+TINY: dict[str, Callable[[Options], Steps]] = {
+    "shoal": partial(_our_steps, training=False),
+    "torch": partial(_their_steps, training=False),
+    "torch, gloo yields": partial(_their_steps, training=False, yields=True),
+    "shoal, training step": partial(_our_steps, training=True),
+    "torch, training step": partial(_their_steps, training=True),
+    "torch, training step, gloo yields": partial(_their_steps, training=True, yields=True),
+}
+
+
+def overheads(options: Options) -> dict[str, list[float]]:
+    """Return the seconds of a step of each system by round: the systems take turns, and their order rotates."""
+    found: dict[str, list[float]] = {name: [] for name in TINY}
+    for number in range(options.rounds):
+        shift, order = number % len(TINY), list(TINY)
         for name in (*order[shift:], *order[:shift]):
-            step, clear = systems[name]
-            seconds = [_timed(step, clear) for _ in range(options.steps)]
-            if number:
-                found[name].append(statistics.median(seconds))
-    engine.destroy()
+            found[name].append(run_ranks(2, tiny, name, options)[0])
     return found
 
 
 def _nothing() -> None:
-    """Clear nothing: a training step has done so itself."""
+    """Do nothing: a training step has cleared its gradients itself, and torch's objects need no end."""
 
 
 def _timed(step: Callable[[], None], clear: Callable[[], None]) -> float:
@@ -238,8 +271,10 @@ def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]
     rows = [(name, f"{1000 * statistics.median(step for step, _ in ranks[0]):.0f}", f"{100 * measured[name]:.1f} %",
              f"{100 * least[name] / (least[name] + 3 * options.microbatches):.1f} %", f"{idle[name] / idle['1f1b']:.3f}",
              f"{IDLE[name] / IDLE['1f1b']:.3f}") for name, ranks in bubbles.items()]
-    ratios = {kind: [ours / theirs for ours, theirs in zip(overhead[f"shoal{kind}"], overhead[f"torch{kind}"], strict=True)]
-              for kind in ("", ", training step")}
+    ratios = {what: [ours / theirs for ours, theirs in zip(overhead[f"shoal{kind}"], overhead[f"torch{kind}{way}"],
+                                                           strict=True)]
+              for kind, name in (("", ", executor alone"), (", training step", ", training step"))
+              for way, what in (("", name), (", gloo yields", f"{name}, gloo yields for both"))}
     costs = [(name, f"{1000 * statistics.median(found):.2f}", f"{1e6 * statistics.median(found) / options.microbatches:.0f}")
              for name, found in overhead.items()]
     sizes = [(name, *(f"{grown / 2**20:.0f}" for grown in found)) for name, found in memory.items()]
@@ -247,8 +282,8 @@ def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]
         benchmark="pipeline", command=" ".join(["python", *sys.argv]),
         note=(f"{options.ranks} ranks, {options.microbatches} microbatches, naps of {1000 * options.nap:.0f} ms for F, I "
               f"and W, {options.rounds} rounds; 1F1B's bubble by the formula (p-1)/(m+p-1) is {100 * formula:.1f} %. "
-              f"Overhead on 2 ranks, tiny layers, {options.steps} steps a round. Memory on 2 ranks, {options.kept} MiB kept "
-              f"by a microbatch."),
+              f"Overhead on 2 ranks, tiny layers, {options.steps} steps a round after as many. Memory on 2 ranks, "
+              f"{options.kept} MiB kept by a microbatch."),
         sheets=(Sheet(title="Bubble", rows=tuple(rows), columns=("schedule", "ms a step", "bubble", "by the formula",
                                                                  "idle time, of 1F1B's", "by the formula")),
                 Sheet(title="A step without compute", columns=("executor", "ms", "us a microbatch"), rows=tuple(costs)),
@@ -259,9 +294,8 @@ def _publish(options: Options, bubbles: dict[str, list[list[tuple[float, float]]
                         high=1 / 3),
                  Target(what="zb-h1: the same, where the limit is what it takes by the formula, without any overhead",
                         measured=idle["zb-h1"] / idle["1f1b"], low=0.0, high=1 / 3),
-                 *(Target.over(each, what=f"a step without compute over torch's Schedule1F1B{kind or ', executor alone'}",
-                               low=0.0, high=1.0)
-                   for kind, each in ratios.items()),
+                 *(Target.over(each, what=f"a step without compute over torch's Schedule1F1B{what}", low=0.0, high=1.0)
+                   for what, each in ratios.items()),
                  *(Target(what="1f1b: memory at 4 times the microbatches", measured=more / few, low=0.0, high=1.1)
                    for few, more in [memory["1f1b"][1:3]] if few)),  # a tiny run may not raise the peak
         raw={"bubble": measured, "idle": idle, "overhead": overhead, "memory": memory}).publish(options.out)
