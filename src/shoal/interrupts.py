@@ -8,6 +8,7 @@ of this file is installed, which calls the former one; a call of it after the co
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports]  what signal.py wraps; typeshed does not list it
 import signal
 import threading
 from collections.abc import Callable
@@ -21,6 +22,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _MAIN = threading.main_thread().ident
 _NEAR = 8  # frames that the standard library needs to install a handler
+_get_handler: Callable[[int], Any] = _signal.getsignal
+_set_handler: Callable[[int, Any], Any] = _signal.signal
+"""Those of `signal` also try to turn a handler into a member of an enumeration, which takes most of their time."""
 
 
 class _Handler:
@@ -61,16 +65,16 @@ class sigint_handler:
 
     def __enter__(self) -> None:
         if threading.get_ident() == _MAIN and _Current.handler is None:
-            begun = _Handler(signal.getsignal(signal.SIGINT))
+            begun = _Handler(_get_handler(signal.SIGINT))
             if callable(begun.former):  # else the system handles SIGINT, or it is ignored
-                signal.signal(signal.SIGINT, begun)
+                _set_handler(signal.SIGINT, begun)
             _Current.handler = self._begun = begun
 
     def __exit__(self, *error: object) -> None:
         if (ended := self._begun) is not None:
             _Current.handler = self._begun = None
-            if signal.getsignal(signal.SIGINT) is ended:  # no other handler was installed meanwhile
-                signal.signal(signal.SIGINT, ended.former)
+            if _get_handler(signal.SIGINT) is ended:  # no other handler was installed meanwhile
+                _set_handler(signal.SIGINT, ended.former)
             ended.hand_on()
 
 

@@ -308,7 +308,7 @@ def handlers_installed(count: int) -> list[int]:
     engine.train_batch(data(0, 0, count))
     found = []
     for call in (engine.train_batch, engine.eval_batch):
-        with mock.patch.object(signal, "signal", wraps=signal.signal) as install:
+        with mock.patch.object(shoal.interrupts, "_set_handler", wraps=signal.signal) as install:
             call(data(1, 0, count))
         found.append(install.call_count)
     return found
