@@ -21,6 +21,7 @@ from systems import (
     lookups,
     pipeline,
     plain,
+    plain_shard,
     shoal,
     torch_pipeline,
     zero_redundancy,
@@ -210,8 +211,15 @@ def exact_share(name: str, steps: int = TRAINING_STEPS) -> float:
     return exact / steps
 
 
-SYSTEMS = {
+ALONE = {
     "plain": System(title="one process alone", settings="fused AdamW, no communication", build=plain, ratio=0.0),
+    "plain-shard": System(title="one process alone, AdamW of 1/N", settings="the first 1/N of each parameter is stepped",
+                          build=plain_shard, ratio=0.0),
+}
+"""Nothing is sent, so that each rank trains a model of its own. The first bounds every stage 0, the second stages 1 to 3."""
+
+SYSTEMS = {
+    **ALONE,
     "ddp": System(title="DDP", settings="fused AdamW, gradient_as_bucket_view, static_graph", build=ddp(), family="ddp"),
     **DDP_SETTINGS,
     **DDP_COMPRESSING,

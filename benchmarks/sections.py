@@ -44,11 +44,12 @@ SECTIONS = {
     "tuning-2": Section(command="tuning.py", minutes=20, code=PEERS, needs="make peers"),
     "zero-2": Section(command="zero.py --rounds 6", minutes=10, code=(*CORE, *PEERS),
                       needs="make peers; after tuning-2"),
-    "floor": Section(command="zero.py --systems ddp plain deepspeed-0 shoal-0 --rounds 6 --steps 5 --out "
-                             "out/benchmarks/floor.json", minutes=3, code=(*CORE, *PEERS), needs="make peers"),
-    "zero-4": Section(command="zero.py --ranks 4 --rounds 3 --steps 4 --systems ddp fsdp2 fsdp2-kept shoal-1 shoal-2 "
-    "shoal-3 "
-                              "shoal-1-sockets shoal-2-sockets shoal-3-sockets --best out/benchmarks/tuning-2.json",
+    "floor": Section(command="zero.py --systems ddp plain plain-shard deepspeed-0 deepspeed-1 deepspeed-3 fsdp2-kept "
+                             "shoal-0 shoal-3 --rounds 6 --steps 5 --out out/benchmarks/floor.json", minutes=5,
+                     code=(*CORE, *PEERS), needs="make peers; after tuning-2"),
+    "zero-4": Section(command="zero.py --ranks 4 --rounds 3 --steps 4 --systems ddp fsdp2 fsdp2-kept "
+                              "shoal-1 shoal-2 shoal-3 shoal-1-sockets shoal-2-sockets shoal-3-sockets "
+                              "--best out/benchmarks/tuning-2.json",
                       minutes=8, code=(*CORE, *PEERS), needs="after tuning-2"),
     "layers": Section(command="layers.py --rounds 2", minutes=6, code=CORE),
     "memory": Section(command="memory.py", minutes=12, code=(*CORE, "benchmarks/memory_rank.py")),
@@ -58,9 +59,8 @@ SECTIONS = {
     "optimizer": Section(command="optimizer.py", minutes=1, code=("src/shoal/native",), needs="make peers"),
     "pipeline": Section(command="pipeline.py --rounds 9", minutes=3, code=("src/shoal/pipeline", "src/shoal/transport")),
     "slow-network": Section(command="slow_network.py --rates 100mbit 200mbit 1gbit unlimited --rounds 2 --seconds 6 "
-    "--systems "
-                                    "ddp ddp-fp16 ddp-bf16 ddp-powersgd-1-ordered ddp-powersgd-4-ordered ddp-local "
-                                    "torch-pipeline-1f1b torch-pipeline-zero-bubble shoal-pipeline-1f1b "
+                                    "--systems ddp ddp-fp16 ddp-bf16 ddp-powersgd-1-ordered ddp-powersgd-4-ordered "
+                                    "ddp-local torch-pipeline-1f1b torch-pipeline-zero-bubble shoal-pipeline-1f1b "
                                     "shoal-pipeline-zb-h2-all --plot",
                             minutes=20, code=(*CORE, *PEERS, *HOOKS, "src/shoal/pipeline"), needs="root, iproute2"),
     "communication": Section(command="communication.py --rounds 3 --seconds 6 --plot", minutes=45, code=COMPRESSED,

@@ -66,6 +66,30 @@ def plain(model: nn.Module, workload: Workload) -> Step:
     return _plain_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), workload)
 
 
+def plain_shard(model: nn.Module, workload: Workload) -> Step:
+    """Build the step of a rank of ZeRO without its communication: forward and backward of the whole model, AdamW of 1/N.
+
+    A bound: no system of N ranks that does this computation takes less time. Only the first 1/N of each parameter is trained.
+    """
+    ranks = dist.get_world_size()
+    parameters = list(model.parameters())
+    shards = [nn.Parameter(p.detach().view(-1)[:-(-p.numel() // ranks)]) for p in parameters]
+    optimizer = torch.optim.AdamW(shards, fused=True, **ADAMW)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = workload.loss(model(inputs), targets)
+        loss.backward()
+        for parameter, shard in zip(parameters, shards, strict=True):
+            assert parameter.grad is not None
+            shard.grad = parameter.grad.view(-1)[:shard.numel()]
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
 def ddp(bucket: float | None = None, *, static: bool = True, hook: Hook | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] = adamw) -> Build:
     """Return the builder of DDP: gradients are views of its buckets, of `bucket` MB (its default: 25, the first of 1).

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from catalogue import BASELINE, SYSTEMS
+from catalogue import ALONE, BASELINE, SYSTEMS
 from interleave import PARAMETER, PROCESS, Plan, Result, measure
 from machine import available
 from progress import progress
@@ -23,7 +23,6 @@ from results import Outcome, Sheet, Target, quartiles
 from tuning import Best, tuning_file
 from workloads import parameters
 
-ALONE = "plain"  # no communication: the floor of every stage 0; each rank trains a model of its own
 COMPARED = (("shoal-1", "shoal-1-sockets", "deepspeed-1", "zero-redundancy"),
             ("shoal-2", "shoal-2-sockets", "deepspeed-2"),
             ("shoal-3", "shoal-3-sockets", "fsdp2", "fsdp2-kept", "deepspeed-3", "deepspeed-3-released"),
@@ -126,7 +125,7 @@ def _outcome(measured: Measured, options: argparse.Namespace, plan: Plan) -> Out
                "peak MiB", "rest MiB", "loss")
     return Outcome(benchmark=f"zero-{plan.ranks}", command=" ".join(["python", *sys.argv]),
                    note=" ".join([note, *missing]),
-                   sheets=(Sheet(title=f"{plan.ranks} ranks", columns=columns, rows=tuple(rows)),),
+                   sheets=(Sheet(title=f"{plan.ranks} ranks", columns=columns, rows=tuple(rows)), *_bounds(measured)),
                    targets=tuple(_targets(measured, plan.ranks)),
                    raw={"plan": asdict(plan), "groups": [[asdict(r) for r in group.values()] for group in measured.groups]})
 
@@ -145,6 +144,16 @@ def _row(name: str, measured: Measured, ranks: int) -> tuple[str, ...] | None:
             f"{cpu / statistics.median(baseline.cpu):.3f}" if baseline.cpu else "-", f"{result.psi(ranks):.3f}",
             f"{result.by_memory:.0%}", f"{result.peak / MEBI:.0f}", f"{result.resting / MEBI:.0f}",
             f"{result.losses[-1]:.4f}")
+
+
+def _bounds(measured: Measured) -> Iterator[Sheet]:
+    """Give how many times faster than each system that sends a step is that computes the same and sends nothing."""
+    columns = ("what sends nothing", "beside", "times faster", "quartiles")
+    rows = [(SYSTEMS[floor].title, SYSTEMS[name].title, f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
+            for floor in ALONE for name in SYSTEMS if name not in ALONE and (ratios := measured.ratios(name, floor))
+            for low, middle, high in [quartiles(ratios)]]
+    if rows:
+        yield Sheet(title="Bounds", columns=columns, rows=tuple(rows))
 
 
 def _targets(measured: Measured, ranks: int) -> Iterator[Target]:
@@ -167,7 +176,7 @@ def _targets(measured: Measured, ranks: int) -> Iterator[Target]:
                 yield Target(what=f"stage {stage} {way}: bytes sent over the bound of {2 * bound:g} Psi (N-1)/N",
                              measured=result.psi(ranks) / bound, low=0.98, high=1.02)
     losses = [result.losses[-1] for group in measured.groups for result in group.values()
-              if result.losses and result.name != ALONE]
+              if result.losses and result.name not in ALONE]
     if losses:
         yield Target(what="all systems' last losses differ by", measured=max(losses) - min(losses), high=2e-3)
 
