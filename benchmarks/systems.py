@@ -69,7 +69,7 @@ def plain(model: nn.Module, workload: Workload) -> Step:
 def plain_shard(model: nn.Module, workload: Workload) -> Step:
     """Build the step of a rank of ZeRO without its communication: forward and backward of the whole model, AdamW of 1/N.
 
-    A bound: no system of N ranks that does this computation takes less time. Only the first 1/N of each parameter is trained.
+    A bound: no system of N ranks that does this computation takes less time. The first 1/N of each parameter is trained.
     """
     ranks = dist.get_world_size()
     parameters = list(model.parameters())
