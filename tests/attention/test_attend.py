@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 
 from shoal.attention import (
@@ -28,6 +32,7 @@ from shoal.attention.attend import BACKENDS
 from shoal.attention.call import HIDES
 from shoal.errors import UsageError
 from shoal.native import attention as native
+from shoal.testing import run_ranks
 
 FAST = ("gather", "native")
 TOLERANCE = 2e-5
@@ -378,6 +383,33 @@ def test_the_warning_of_a_fallback_names_the_dim_of_values(caplog: pytest.LogCap
     assert not any("takes multiples of 16" in each.message for each in caplog.records)
 
 
+@pytest.mark.parametrize(("block", "dims", "got"), [
+    (128, (16, 16), "block 128, head dims 16 and 16"), (64, (128, 128), "block 64, head dims 128 and 128"),
+    (32, (16, 9), "block 32, head dims 16 and 9"),
+])  # fmt: skip
+def test_a_device_falls_back_to_gather_with_one_warning(block: int, dims: tuple[int, int], got: str,
+                                                        monkeypatch: pytest.MonkeyPatch,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("shoal.log._warned", set())
+    query, value = (torch.zeros(1, 2, 256, dim, device="meta") for dim in dims)
+
+    def warnings(*, compiles: bool, installed: bool) -> list[str]:
+        module = import_module("shoal.attention.attend")  # the package has a function of this name
+        monkeypatch.setattr(module, "has_triton", lambda _: compiles)
+        monkeypatch.setattr(module, "find_spec", lambda _: installed or None)
+        caplog.clear()
+        for _ in range(2):
+            assert attend(query, query, value, Blocks.dense(256, 256, block)).shape == value.shape
+        return [each.message for each in caplog.records]
+
+    text = "attention on meta is computed by torch operations: "
+    assert warnings(compiles=False, installed=True) == [f"{text}Triton does not compile for meta"]
+    assert warnings(compiles=True, installed=False) == [f"{text}the package triton is not installed"]
+    assert warnings(compiles=True, installed=True) == [
+        f"{text}Triton's kernels take blocks of 16, 32 or 64, equal head dims of keys and values, and block * head dim * bytes "
+        f"of an element up to 16384; got {got}, torch.float32"]
+
+
 def _bad(**changes: Any) -> dict[str, Any]:
     return changes
 
@@ -438,6 +470,50 @@ def test_bad_calls_say_what_does_not_fit(changes: dict[str, Any], message: str) 
     assert message in str(caught.value)
 
 
+def without_memory() -> list[str]:
+    """Return what attention says of a DTensor, as each operand in turn."""
+    plain, blocks = torch.zeros(1, 2, 64, 16), Blocks.dense(64, 64, 16)
+    mesh = init_device_mesh("cpu", (1,))
+    given = {"query": plain, "key": plain, "value": plain, "key_padding": torch.ones(1, 64), "mask": torch.ones(64, 64),
+             "bias": torch.zeros(64, 64)}
+    messages: list[str] = []
+    for name, tensor in given.items():
+        for backend in ("auto", *FAST):
+            options: dict[str, Any] = {**given, name: distribute_tensor(tensor, mesh, [Replicate()])}
+            with pytest.raises(UsageError) as caught:
+                attend(**options, blocks=blocks, backend=backend)
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_a_dtensor_has_no_memory_that_kernels_could_read() -> None:
+    (messages,) = run_ranks(1, without_memory)
+    names = ("query", "key", "value", "key_padding", "mask", "bias")
+    assert messages == [f"attend: {name} is a tensor with memory of its own; got DTensor, whose class computes by torch's "
+                        "operators alone: give a plain tensor, of a DTensor its to_local()" for name in names for _ in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["auto", *FAST])
+def test_a_tensor_of_fake_mode_has_no_memory_either(backend: Any) -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    with FakeTensorMode():
+        query = torch.zeros(1, 2, 64, 16)
+        with pytest.raises(UsageError, match="query is a tensor with memory of its own; got FakeTensor"):
+            attend(query, query, query, blocks, backend=backend)
+
+
+class Named(Tensor):
+    """A tensor with a class of its own, in memory as others are."""
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", *FAST])
+def test_a_subclass_with_memory_is_computed(backend: Any) -> None:
+    blocks = random_blocks(1, 4, 16)
+    tensors = operands(blocks, 2, 2, 16)
+    output = attend(*(each.as_subclass(Named) for each in tensors), blocks, backend=backend)
+    assert torch.equal(output.as_subclass(Tensor), attend(*tensors, blocks, backend=backend))
+
+
 def test_transforms_of_functions_are_computed_by_the_reference_alone() -> None:
     query, blocks = torch.randn(1, 2, 64, 8), Blocks.dense(64, 64, 16)
 
@@ -481,12 +557,18 @@ def test_a_graph_without_breaks_names_the_backend_that_it_can_have() -> None:
         torch.export.export(OfItself("auto"), (query,))
 
 
-@pytest.mark.parametrize("backend", ["auto", "gather", "reference"])
-def test_an_empty_batch_gives_an_empty_output(backend: Any) -> None:
-    operands = [torch.zeros(0, 2, 64, 16, requires_grad=True) for _ in range(3)]
-    output = attend(*operands, Blocks.dense(64, 64, 16), backend=backend)
-    output.sum().backward()
-    assert output.shape == (0, 2, 64, 16) and operands[0].grad is not None
+@pytest.mark.parametrize("backend", ["auto", "reference", *FAST])
+@pytest.mark.parametrize("strided", [False, True])
+def test_an_empty_batch_gives_an_empty_output(backend: Any, strided: bool) -> None:
+    tensors = [torch.zeros(0, 2, 64, 32)[..., ::2] if strided else torch.zeros(0, 2, 64, 16) for _ in range(3)]
+    allowed: dict[str, dict[str, Any]] = {
+        "plain": {}, "dropout": {"dropout": 0.1}, "key padding": {"key_padding": torch.ones(0, 64, dtype=torch.bool)},
+        "mask": {"mask": torch.zeros(64, 64)}, "bias": {"bias": torch.ones(64, 64)},
+        "bias of each sample": {"bias": torch.zeros(0, 1, 64, 64), "causal": True}}
+    for options in allowed.values():
+        output, *gradients = passes(backend, tensors, Blocks.dense(64, 64, 16), **options)
+        assert output.shape == (0, 2, 64, 16) and not any(each.any() for each in gradients)
+        assert [each.shape for each in gradients[3:]] == [each.shape for name, each in options.items() if name == "bias"]
 
 
 def test_a_mask_that_asks_for_a_gradient_is_told_that_it_gets_none(caplog: pytest.LogCaptureFixture) -> None:

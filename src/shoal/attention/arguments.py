@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, UsageError
 
-__all__ = ["check_tensor", "true_or_false", "whole_number"]
+__all__ = ["check_memory", "check_tensor", "true_or_false", "whole_number"]
 
 
 def check_tensor(name: str, value: object, meaning: str) -> None:
@@ -23,6 +23,18 @@ def check_tensor(name: str, value: object, meaning: str) -> None:
                          f"the padding by key_padding")
     if value.layout != torch.strided:
         raise UsageError(f"{name} is a dense tensor {meaning}; got one of {value.layout}: give its to_dense()")
+
+
+def check_memory(name: str, **tensors: object) -> None:
+    """Raise UsageError for a tensor whose class computes torch's operators itself, and which has no memory of its own.
+
+    A DTensor, a tensor of FakeTensorMode or one that a collective still fills reports a shape and a host device, and the
+    address 0: a kernel that read it would end the process. Other subclasses of Tensor are read as tensors.
+    """
+    for operand, given in tensors.items():
+        if isinstance(given, Tensor) and type(given).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise UsageError(f"{name}: {operand} is a tensor with memory of its own; got {type(given).__name__}, whose class "
+                             f"computes by torch's operators alone: give a plain tensor, of a DTensor its to_local()")
 
 
 def whole_number(name: str, value: object, allowed: str = "a whole number", *, least: int | None = None,

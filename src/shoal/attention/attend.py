@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shoal.attention import flex, gather, reference
-from shoal.attention.arguments import check_tensor, true_or_false, whole_number
+from shoal.attention.arguments import check_memory, check_tensor, true_or_false, whole_number
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall, Term
 from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
@@ -86,12 +86,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
 
     Under autocast, operands of different float dtypes take the one of autocast, as those of torch's attention do.
 
-    Raises UsageError for shapes, dtypes, devices or masks that do not fit each other.
+    Raises UsageError for shapes, dtypes, devices or masks that do not fit each other; and, but for backend "reference", for
+    tensors without memory of their own, such as a DTensor.
     """
     query, key, value = of_one_dtype("attend", query, key, value)
     causal = true_or_false("attend: causal", causal)
     _check(query, key, value, blocks, causal=causal, backend=backend)
     check_options("attend", query.dtype, dropout=dropout, seed=seed, first_head=first_head, backend=backend)
+    if backend != "reference":
+        check_memory("attend", query=query, key=key, value=value, key_padding=key_padding, mask=mask, bias=bias)
     scale = scale_of(scale, query.shape[-1])
     if causal:
         blocks = blocks.lower
@@ -111,9 +114,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
                          biased=bias is not None, dropout=dropout, seed=index(seed or 0), hidden=_any(hidden),
                          first_head=index(first_head))
     chosen = _choose(backend, call, query, key, value)
+    if not query.shape[0]:
+        return _of_no_batch(query, key, value, bias)
     if chosen in _WHOLE:
         return _WHOLE[chosen](call, query, key, value, bias)
     return _Attend.apply(_TABLE[chosen], call, query, key, value, bias)
+
+
+def _of_no_batch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output of an empty batch, whose gradients are zeros: kernels and views cannot divide by its 0 elements."""
+    operands = (query, key, value) if bias is None else (query, key, value, bias)
+    nothing = sum((each[..., :0].sum() for each in operands), query.new_zeros(()))
+    return query.new_zeros(*query.shape[:3], value.shape[3]) + nothing.to(query.dtype)
 
 
 class _Forward(Protocol):
@@ -259,8 +271,15 @@ def _choose(backend: Backend, call: AttentionCall, query: Tensor, key: Tensor, v
     if backend != "auto":
         return backend
     if query.device != HOST:
-        tiles = _fits_triton(call, query, value) and has_triton(query.device) and find_spec("triton") is not None
-        return "triton" if tiles and _triton_agrees(query.device) else "gather"
+        if not has_triton(query.device):
+            lack = f"Triton does not compile for {query.device.type}"
+        elif find_spec("triton") is None:
+            lack = "the package triton is not installed"
+        else:
+            lack = _triton_refuses(call, query, value)
+        if lack:
+            warn_once(f"attention on {query.device} is computed by torch operations: {lack}")
+        return "gather" if lack or not _triton_agrees(query.device) else "triton"
     if served and native.available():
         return "native"
     if served:
@@ -288,16 +307,20 @@ _TRITON_TILE = 64 * 64 * 4
 """The most bytes of a tile, a block of rows by the head dim: larger ones do not fit the shared memory of every GPU."""
 
 
-def _fits_triton(call: AttentionCall, query: Tensor, value: Tensor) -> bool:
+def _triton_refuses(call: AttentionCall, query: Tensor, value: Tensor) -> str | None:
+    """Return why the Triton kernels do not compute this call, None where they do."""
     tile = call.blocks.block * query.shape[-1] * query.element_size()
-    return call.blocks.block in _TRITON_BLOCKS and value.shape[-1] == query.shape[-1] and tile <= _TRITON_TILE
+    if call.blocks.block in _TRITON_BLOCKS and value.shape[-1] == query.shape[-1] and tile <= _TRITON_TILE:
+        return None
+    return (f"Triton's kernels take blocks of 16, 32 or 64, equal head dims of keys and values, and block * head dim * bytes "
+            f"of an element up to {_TRITON_TILE}; got block {call.blocks.block}, head dims {query.shape[-1]} and "
+            f"{value.shape[-1]}, {query.dtype}")
 
 
 def _check_triton(call: AttentionCall, query: Tensor, value: Tensor) -> None:
-    if not _fits_triton(call, query, value):
-        raise UsageError("attend: the triton backend takes blocks of 16, 32 or 64, equal head dims of keys and values, and "
-                         f"block * head dim * bytes of an element up to {_TRITON_TILE}; got block {call.blocks.block}, head "
-                         f"dims {query.shape[-1]} and {value.shape[-1]}, {query.dtype}. Use backend='gather'")
+    refusal = _triton_refuses(call, query, value)
+    if refusal:
+        raise UsageError(f"attend: {refusal}. Use backend='gather'")
     if find_spec("triton") is None:
         raise UsageError("attend: backend='triton' needs the package triton, which is not installed; use backend='gather'")
     if not has_triton(query.device) and not _triton().INTERPRETED:
