@@ -198,6 +198,44 @@ def test_blocks_are_those_of_the_table_as_it_is_now() -> None:
     assert structure.blocks(1024).visited == 64
 
 
+class FromAnything(SparsityConfig):
+    """A structure of global columns that it finds in an object, and visits the diagonal beside them."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(1, 16)
+        self.source = source
+        self._private: list[int] = []
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        layout = self.setup_layout(seq_len)
+        layout[0].fill_diagonal_(1)
+        layout[:, :, [*self.source(), *self._private]] = 1
+        return layout
+
+    def add_private(self, column: int) -> None:
+        self._private.append(column)
+
+
+def test_blocks_are_those_of_the_layout_as_it_is_now() -> None:
+    columns = [0]
+    structure = FromAnything(lambda: columns)
+    assert structure.blocks(64).visited == 7
+    columns.append(1)
+    assert structure.blocks(64).visited == 10
+    structure.add_private(2)
+    assert structure.blocks(64).visited == 13
+    assert structure.blocks(64) is structure.blocks(64)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_values_of_any_length_are_told_apart(kind: Any) -> None:
+    structure = BSLongformerSparsityConfig(1, 16)
+    structure.global_block_indices = kind([5000] * 2000)  # more than an array or a tensor prints, past the end
+    before = structure.blocks(64).visited
+    structure.global_block_indices[1000] = 3
+    assert structure.blocks(64).visited == before + 4
+
+
 def test_numbers_of_one_size_draw_the_same_random_blocks() -> None:
     number: Any = np.int64(1)
     plain = BigBirdSparsityConfig(2, 16, num_random_blocks=1).make_layout(512)

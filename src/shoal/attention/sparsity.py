@@ -47,7 +47,6 @@ class SparsityConfig:
         self.block = block
         self.different_layout_per_head = self._true_or_false(different_layout_per_head=different_layout_per_head)
         self.seed = 0
-        self._known: OrderedDict[Hashable, tuple[Blocks, list[object]]] = OrderedDict()
         self._at_least(1, num_heads=num_heads, block=block)
 
     def with_seed(self, seed: int) -> Self:
@@ -84,20 +83,13 @@ class SparsityConfig:
         return layout
 
     def blocks(self, seq_len: int, *, causal: bool = False) -> Blocks:
-        """Return the visited blocks of `seq_len` positions, made once for a length and the values of this object.
+        """Return the visited blocks of `seq_len` positions: one object for one layout.
 
         With `causal`, for a model that sees no later keys, a row draws its random columns among those up to its own: none
         is drawn in vain, and what a row sees does not change as the sequence grows. A `make_layout` of one's own is taken
-        as it is.
+        as it is, and called each time: it may depend on anything.
         """
-        values = [value for name, value in sorted(vars(self).items()) if name[0] != "_"]
-        key = (*map(_identity, values), seq_len, causal)
-        if key not in self._known:
-            layout = self._checked(self._visited_of(seq_len, causal), seq_len)
-            self._known[key] = Blocks.of(layout, self.block), values  # kept, so that no other object has their identity
-            if len(self._known) > _KNOWN:
-                self._known.popitem(last=False)
-        return self._known[key][0]
+        return Blocks.of(self._checked(self.make_layout(seq_len), seq_len), self.block)
 
     def layout_of_heads(self, seq_len: int) -> Tensor:
         """Return `make_layout(seq_len)` for `num_heads` heads. Raises UsageError where that is no layout of this length."""
@@ -116,9 +108,6 @@ class SparsityConfig:
             raise UsageError(f"{self._name}: make_layout({seq_len}) returned {tuple(layout.shape)}; return (heads, blocks, "
                              f"blocks), here ({self.num_heads}, {count}, {count}), as setup_layout({seq_len}) does")
         return layout
-
-    def _visited_of(self, seq_len: int, causal: bool) -> Tensor:
-        return self.make_layout(seq_len)
 
     @property
     def _name(self) -> str:
@@ -192,10 +181,10 @@ def _value(value: object) -> str:
 
 
 def _identity(value: object) -> Hashable:
-    """Return what tells a value from others: of a tensor, which object it is and how often it was written to."""
-    if isinstance(value, Tensor):
-        return id(value), -1 if value.is_inference() else value._version
-    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else _value(value)
+    """Return the whole content of a value."""
+    if isinstance(value, Tensor | np.ndarray):
+        value = cast("Any", value).tolist()
+    return tuple(map(_identity, cast("Sequence[object]", value))) if isinstance(value, list | tuple) else _value(value)
 
 
 class TensorSparsityConfig(SparsityConfig):
@@ -223,6 +212,10 @@ class _Structure(SparsityConfig):
     attention = "bidirectional"
     num_random_blocks = 0
 
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
+        super().__init__(num_heads, block, different_layout_per_head)
+        self._known: OrderedDict[Hashable, Blocks] = OrderedDict()
+
     @abstractmethod
     def _visited(self, blocks: int) -> Tensor:
         """Return which blocks are visited, but for random ones: (heads whose layouts may differ, blocks, blocks) bool."""
@@ -231,9 +224,17 @@ class _Structure(SparsityConfig):
         """Return the layout (heads, blocks, blocks) of `seq_len` positions."""
         return self._structure(seq_len, causal=False).to(torch.int64).expand(self.num_heads, -1, -1).contiguous()
 
-    def _visited_of(self, seq_len: int, causal: bool) -> Tensor:
-        own = type(self).make_layout is _Structure.make_layout
-        return self._structure(seq_len, causal=causal) if own else self.make_layout(seq_len)
+    def blocks(self, seq_len: int, *, causal: bool = False) -> Blocks:
+        """Return the visited blocks as in `SparsityConfig`, drawn once for a length and the values of this object."""
+        if type(self).make_layout is not _Structure.make_layout:
+            return super().blocks(seq_len, causal=causal)
+        values = (_identity(value) for name, value in sorted(vars(self).items()) if name[0] != "_")
+        key = (*values, seq_len, causal)
+        if key not in self._known:
+            self._known[key] = Blocks.of(self._structure(seq_len, causal=causal), self.block)
+            if len(self._known) > _KNOWN:
+                self._known.popitem(last=False)
+        return self._known[key]
 
     def _structure(self, seq_len: int, *, causal: bool) -> Tensor:
         blocks = self._count(seq_len)
