@@ -2,7 +2,8 @@
 
     ShoalError
     ├── ConfigError            the configuration is wrong: key path, what it got, what is allowed
-    │   └── NotSupportedYet    a published key that a later version will honour
+    │   ├── NotSupportedYet    a published key that a later version will honour
+    │   └── UnknownKind        a kind of attention that the configuration names and does not exist (a NotServed too)
     ├── UsageError             a call in the wrong place or with the wrong object
     │   ├── DataEnded          an iterator ended within a step
     │   ├── ReleasedError      the data of a sharded parameter was read outside a gather
@@ -59,6 +60,10 @@ class OptimizerError(UsageError):
 
 class NotServed(UsageError, NotImplementedError):
     """A kind of attention that no layout or kernel has."""
+
+
+class UnknownKind(ConfigError, NotServed):
+    """A kind of attention that the configuration names, and that does not exist."""
 
 
 class ScheduleError(UsageError):

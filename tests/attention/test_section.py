@@ -11,11 +11,11 @@ from torch import nn
 
 import shoal
 from shoal import log
-from shoal.attention import use_sparse_attention
+from shoal.attention import sparsity_config, use_sparse_attention
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig
 from shoal.compat.tolerance import tolerate
 from shoal.engine.schema import Config
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, NotServed
 from shoal.testing import run_ranks
 
 SECTION = {"mode": "bigbird", "num_random_blocks": 1, "block": 16}
@@ -152,6 +152,19 @@ def test_a_wrong_section_is_refused_when_it_is_read(case: str) -> None:
     section, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         Config.resolve(settings(sparse_attention=section), data_ranks=1)
+
+
+@pytest.mark.parametrize("section", [{"mode": "nope"}, {"mode": 3}, {"mode": "bigbird", "attention": "x"},
+                                     {"attention": None}])
+def test_an_unknown_kind_is_a_notimplementederror_too(section: dict[str, Any]) -> None:
+    for resolved in (lambda: Config.resolve(settings(sparse_attention=section), data_ranks=1),
+                     lambda: sparsity_config(section, 4)):
+        with pytest.raises(ConfigError, match="got .*; choose (dense, fixed|bidirectional, unidirectional)") as raised:
+            resolved()
+        assert isinstance(raised.value, NotImplementedError) and isinstance(raised.value, NotServed)
+    with pytest.raises(ConfigError, match="2 problems") as raised:
+        Config.resolve(settings(sparse_attention=section, train_batch_sise=3), data_ranks=1)
+    assert not isinstance(raised.value, NotImplementedError)
 
 
 @pytest.mark.parametrize("axis", [{"mesh": {"tensor": 2}}, {"tensor_parallel": {"autotp_size": 2}}])

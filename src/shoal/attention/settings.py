@@ -21,10 +21,11 @@ from shoal.attention.sparsity import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from shoal.config.problem import raise_all
+from shoal.config.problem import raise_all, shown
+from shoal.config.published import is_auto
 from shoal.config.resolve import resolve
 from shoal.config.section import Conflict, Count, Positive, Rewritten, Section, Switch, any_case
-from shoal.errors import ConfigError, NotServed
+from shoal.errors import ConfigError, NotServed, UnknownKind
 
 __all__ = ["MODES", "SparseAttentionSettings", "Structure", "sparsity_config"]
 
@@ -59,6 +60,7 @@ MODES: Mapping[str, Structure] = MappingProxyType({
 _Mode = Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"],
                   BeforeValidator(any_case(*MODES))]
 _SHARED = ("mode", "block", "seed")
+_ATTENTIONS = ("bidirectional", "unidirectional")
 
 
 class SparseAttentionSettings(Section):
@@ -110,9 +112,16 @@ class SparseAttentionSettings(Section):
 
     @classmethod
     def rewrite(cls, given: dict[str, object]) -> Rewritten:
-        if "mode" in given:
-            return Rewritten(values=given, origins={})
-        return Rewritten(values={"mode": "fixed", **given}, origins={"mode": "the section is present"})
+        values, conflicts = {"mode": "fixed", **given}, list[Conflict]()
+        for name, kinds, spelling in (("mode", tuple(MODES), str.lower), ("attention", _ATTENTIONS, str)):
+            value = values.get(name, kinds[0])
+            off = is_auto(value) or (value is None and name == "mode")
+            if not off and not (isinstance(value, str) and spelling(value) in kinds):
+                del values[name]
+                conflicts.append(Conflict(keys=(name,), message=f"got {shown(value)}; choose {', '.join(kinds)}",
+                                          kind=UnknownKind))
+        origins = {} if "mode" in given else {"mode": "the section is present"}
+        return Rewritten(values=values, origins=origins, conflicts=tuple(conflicts))
 
     def conflicts(self) -> Iterable[Conflict]:
         used = {*_SHARED, *(MODES[self.mode].keys if self.mode else ())}
@@ -131,7 +140,8 @@ class SparseAttentionSettings(Section):
 def sparsity_config(section: SparseAttentionSettings | Mapping[str, Any], heads: int) -> SparsityConfig:
     """Return the structure of `section`, the JSON object or its settings, for `heads` heads.
 
-    Raises NotServed (a NotImplementedError) for an unknown mode, ConfigError (a ValueError) for other wrong values.
+    Raises UnknownKind (a NotImplementedError and a ConfigError) for an unknown mode or attention, NotServed for a section that
+    has none, ConfigError (a ValueError) for other wrong values.
     """
     settings = section if isinstance(section, SparseAttentionSettings) else _resolved(section)
     if settings.mode is None:
@@ -142,11 +152,7 @@ def sparsity_config(section: SparseAttentionSettings | Mapping[str, Any], heads:
 def _resolved(section: object) -> SparseAttentionSettings:
     if not isinstance(section, Mapping):
         raise ConfigError(f"sparse_attention: got {section!r}; give the JSON object, such as {{'mode': 'bigbird'}}")
-    given = cast("Mapping[str, Any]", section)
-    mode = given.get("mode", "fixed")
-    if not isinstance(mode, str) or mode.lower() not in MODES:
-        raise NotServed(f"sparse_attention.mode: got {mode!r}; choose {', '.join(MODES)}")
-    found = resolve(SparseAttentionSettings, given)
+    found = resolve(SparseAttentionSettings, cast("Mapping[str, Any]", section))
     raise_all(found.findings.problems, "sparse_attention")
     return found.section
 

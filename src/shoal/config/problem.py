@@ -15,7 +15,7 @@ from typing import cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from shoal.errors import ConfigError, NotSupportedYet
+from shoal.errors import ConfigError
 
 __all__ = ["Problem", "from_pydantic", "join", "nearest", "one_of", "raise_all", "shown"]
 
@@ -26,7 +26,8 @@ class Problem:
 
     path: str
     message: str
-    later: bool = False  # a published key that is not supported yet, not a mistake
+    kind: type[ConfigError] = ConfigError
+    """The error that reports it where no problem has another one."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
@@ -101,12 +102,13 @@ def from_pydantic(error: ValidationError) -> dict[tuple[int | str, ...], Problem
 def raise_all(problems: Sequence[Problem], source: str | None) -> None:
     """Raise one error that lists every problem; return if there is none.
 
-    `source` is the file that the configuration came from, or None. Raises NotSupportedYet when every problem is a
-    published key that is not supported yet, and ConfigError otherwise.
+    `source` is the file that the configuration came from, or None. Raises the error of a subclass of ConfigError when every
+    problem has this one, such as NotSupportedYet of published keys that are not supported yet; and ConfigError otherwise.
     """
     if not problems:
         return
-    kind = NotSupportedYet if all(problem.later for problem in problems) else ConfigError
+    kinds = {problem.kind for problem in problems}
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
     prefix = f"{source}: " if source else ""
     if len(problems) == 1:
         raise kind(f"{prefix}{problems[0]}")

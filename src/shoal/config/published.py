@@ -16,6 +16,7 @@ from enum import Enum
 from typing import cast
 
 from shoal.config.problem import Problem, join, nearest, one_of, shown
+from shoal.errors import NotSupportedYet
 
 __all__ = ["Fate", "Published", "inert", "is_auto", "later", "later_block", "old", "published_problems", "unknown"]
 
@@ -101,10 +102,10 @@ def _block_problems(key: Published, block: Mapping[str, object], path: str) -> I
                 yield unknown(join(path, name), name, key.keys)
     if key.switch is not None:
         if not _contains(block.get(key.switch, key.keys.get(key.switch, False)), (*key.off, "auto")):
-            yield Problem(path=path, message=f"not supported yet ({key.meaning}); {_without(key)}", later=True)
+            yield Problem(path=path, message=f"not supported yet ({key.meaning}); {_without(key)}", kind=NotSupportedYet)
     elif key.open:
         if block:
-            yield Problem(path=path, message=f"not supported yet ({key.meaning}); remove it", later=True)
+            yield Problem(path=path, message=f"not supported yet ({key.meaning}); remove it", kind=NotSupportedYet)
     else:
         for name, default in key.keys.items():
             if name in block:
@@ -115,7 +116,7 @@ def _block_problems(key: Published, block: Mapping[str, object], path: str) -> I
 def _requested(key: Published, value: object, path: str) -> Problem:
     if key.fate is Fate.LATER:
         fix = f"remove it or give {one_of(key.accepts)}" if key.accepts else "remove it"
-        return Problem(path=path, message=f"got {shown(value)}; not supported yet ({key.meaning}); {fix}", later=True)
+        return Problem(path=path, message=f"got {shown(value)}; not supported yet ({key.meaning}); {fix}", kind=NotSupportedYet)
     return Problem(path=path, message=f"got {shown(value)}; {key.reason}")
 
 

@@ -54,7 +54,7 @@ def resolve(kind: type[S], given: Mapping[str, object]) -> Resolved[S]:
     for path, conflict in _conflicts(section, ""):
         keys = [join(path, key) for key in conflict.keys]
         if not any(findings.rejected(key) for key in keys):
-            findings.problems.append(Problem(path=keys[0], message=conflict.message))
+            findings.problems.append(Problem(path=keys[0], message=conflict.message, kind=conflict.kind))
     return Resolved(section=section, findings=findings)
 
 
@@ -77,7 +77,8 @@ def _known_keys(kind: type[Section], given: dict[str, object], path: str, findin
     """Return the items of `given` that are fields of `kind`, under canonical names, without "auto" values."""
     rewritten = kind.rewrite(given)
     findings.origins |= {join(path, key): origin for key, origin in rewritten.origins.items()}
-    findings.problems += [Problem(path=join(path, each.keys[0]), message=each.message) for each in rewritten.conflicts]
+    findings.problems += [Problem(path=join(path, each.keys[0]), message=each.message, kind=each.kind)
+                          for each in rewritten.conflicts]
     inner = nested(kind)
     values: dict[str, object] = {}
     for key, value in _canonical(kind, rewritten.values, path, findings):

@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from shoal.config.published import Published
+from shoal.errors import ConfigError
 
 __all__ = ["Conflict", "Count", "Dtype", "Every", "Number", "Positive", "Rewritten", "Section", "Switch", "Text", "any_case",
            "integral", "spelled"]
@@ -90,6 +91,7 @@ class Conflict:
 
     keys: tuple[str, ...]  # the message is reported at the first key
     message: str
+    kind: type[ConfigError] = ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
