@@ -406,8 +406,8 @@ def test_a_device_falls_back_to_gather_with_one_warning(block: int, dims: tuple[
     assert warnings(compiles=False, installed=True) == [f"{text}Triton does not compile for meta"]
     assert warnings(compiles=True, installed=False) == [f"{text}the package triton is not installed"]
     assert warnings(compiles=True, installed=True) == [
-        f"{text}Triton's kernels take blocks of 16, 32 or 64, equal head dims of keys and values, and block * head dim * bytes "
-        f"of an element up to 16384; got {got}, torch.float32"]
+        f"{text}Triton's kernels take blocks of 16, 32 or 64, equal head dims of keys and values, and block * head dim * "
+        f"bytes of an element up to 16384; got {got}, torch.float32"]
 
 
 def _bad(**changes: Any) -> dict[str, Any]:
@@ -489,8 +489,8 @@ def without_memory() -> list[str]:
 def test_a_dtensor_has_no_memory_that_kernels_could_read() -> None:
     (messages,) = run_ranks(1, without_memory)
     names = ("query", "key", "value", "key_padding", "mask", "bias")
-    assert messages == [f"attend: {name} is a tensor with memory of its own; got DTensor, whose class computes by torch's "
-                        "operators alone: give a plain tensor, of a DTensor its to_local()" for name in names for _ in range(3)]
+    assert messages == [f"attend: {name} is a tensor with memory of its own; got DTensor, whose class computes by operators "
+                        f"alone: give a plain tensor, of a DTensor its to_local()" for name in names for _ in range(3)]
 
 
 @pytest.mark.parametrize("backend", ["auto", *FAST])
@@ -500,6 +500,30 @@ def test_a_tensor_of_fake_mode_has_no_memory_either(backend: Any) -> None:
         query = torch.zeros(1, 2, 64, 16)
         with pytest.raises(UsageError, match="query is a tensor with memory of its own; got FakeTensor"):
             attend(query, query, query, blocks, backend=backend)
+
+
+class Awaited(Tensor):
+    """A tensor whose values any operator brings."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, values: Tensor) -> Any:
+        self = Tensor._make_wrapper_subclass(cls, values.shape, strides=values.stride(), dtype=values.dtype)
+        self.values = values
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(each.values if isinstance(each, Awaited) else each for each in args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["auto", *FAST])
+def test_operators_bring_the_values_of_a_tensor_that_waits_for_them(backend: Any) -> None:
+    blocks = random_blocks(1, 4, 16)
+    tensors, bias = operands(blocks, 2, 2, 16), torch.randn(1, 1, 64, 64)
+    output = attend(*(Awaited(each) for each in tensors), blocks, bias=Awaited(bias), backend=backend)
+    assert torch.equal(output, attend(*tensors, blocks, bias=bias, backend=backend))
 
 
 class Named(Tensor):

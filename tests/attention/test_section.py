@@ -159,7 +159,7 @@ def test_a_wrong_section_is_refused_when_it_is_read(case: str) -> None:
 def test_an_unknown_kind_is_a_notimplementederror_too(section: dict[str, Any]) -> None:
     for resolved in (lambda: Config.resolve(settings(sparse_attention=section), data_ranks=1),
                      lambda: sparsity_config(section, 4)):
-        with pytest.raises(ConfigError, match="got .*; choose (dense, fixed|bidirectional, unidirectional)") as raised:
+        with pytest.raises(ConfigError, match=r"got .*; choose (dense, fixed|bidirectional, unidirectional)") as raised:
             resolved()
         assert isinstance(raised.value, NotImplementedError) and isinstance(raised.value, NotServed)
     with pytest.raises(ConfigError, match="2 problems") as raised:

@@ -229,7 +229,7 @@ def test_blocks_are_those_of_the_layout_as_it_is_now() -> None:
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_values_of_any_length_are_told_apart(kind: Any) -> None:
-    structure = BSLongformerSparsityConfig(1, 16)
+    structure: Any = BSLongformerSparsityConfig(1, 16)
     structure.global_block_indices = kind([5000] * 2000)  # more than an array or a tensor prints, past the end
     before = structure.blocks(64).visited
     structure.global_block_indices[1000] = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import index
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, UsageError
 
-__all__ = ["check_memory", "check_tensor", "true_or_false", "whole_number"]
+__all__ = ["check_tensor", "in_memory", "true_or_false", "whole_number"]
 
 
 def check_tensor(name: str, value: object, meaning: str) -> None:
@@ -25,16 +26,27 @@ def check_tensor(name: str, value: object, meaning: str) -> None:
         raise UsageError(f"{name} is a dense tensor {meaning}; got one of {value.layout}: give its to_dense()")
 
 
-def check_memory(name: str, **tensors: object) -> None:
-    """Raise UsageError for a tensor whose class computes torch's operators itself, and which has no memory of its own.
+def in_memory(name: str, **tensors: Tensor | None) -> list[Any]:
+    """Return the tensors as kernels can read them; raise UsageError for one that has no memory of its own.
 
-    A DTensor, a tensor of FakeTensorMode or one that a collective still fills reports a shape and a host device, and the
-    address 0: a kernel that read it would end the process. Other subclasses of Tensor are read as tensors.
+    A DTensor, a tensor of FakeTensorMode or one that a collective still fills computes torch's operators itself. It reports
+    a shape and a host device, and the address 0: a kernel that read it would end the process. An operator brings the values
+    of a tensor that only waits for them. Other subclasses of Tensor have memory.
     """
+    results: list[Any] = []
     for operand, given in tensors.items():
-        if isinstance(given, Tensor) and type(given).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise UsageError(f"{name}: {operand} is a tensor with memory of its own; got {type(given).__name__}, whose class "
-                             f"computes by torch's operators alone: give a plain tensor, of a DTensor its to_local()")
+        result = given if given is None or not _is_wrapper(given) else given[...]
+        if result is not None and _is_wrapper(result):
+            raise UsageError(f"{name}: {operand} is a tensor with memory of its own; got {type(result).__name__}, whose "
+                             f"class computes by operators alone: give a plain tensor, of a DTensor its to_local()")
+        results.append(result)
+    return results
+
+
+def _is_wrapper(tensor: object) -> bool:
+    of_tensors: Any = Tensor
+    kind: Any = type(tensor)
+    return isinstance(tensor, Tensor) and kind.__torch_dispatch__ is not of_tensors.__torch_dispatch__
 
 
 def whole_number(name: str, value: object, allowed: str = "a whole number", *, least: int | None = None,

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shoal.attention import flex, gather, reference
-from shoal.attention.arguments import check_memory, check_tensor, true_or_false, whole_number
+from shoal.attention.arguments import check_tensor, in_memory, true_or_false, whole_number
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall, Term
 from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
@@ -94,7 +94,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     _check(query, key, value, blocks, causal=causal, backend=backend)
     check_options("attend", query.dtype, dropout=dropout, seed=seed, first_head=first_head, backend=backend)
     if backend != "reference":
-        check_memory("attend", query=query, key=key, value=value, key_padding=key_padding, mask=mask, bias=bias)
+        query, key, value, key_padding, mask, bias = in_memory(
+            "attend", query=query, key=key, value=value, key_padding=key_padding, mask=mask, bias=bias)
     scale = scale_of(scale, query.shape[-1])
     if causal:
         blocks = blocks.lower
@@ -312,8 +313,8 @@ def _triton_refuses(call: AttentionCall, query: Tensor, value: Tensor) -> str | 
     tile = call.blocks.block * query.shape[-1] * query.element_size()
     if call.blocks.block in _TRITON_BLOCKS and value.shape[-1] == query.shape[-1] and tile <= _TRITON_TILE:
         return None
-    return (f"Triton's kernels take blocks of 16, 32 or 64, equal head dims of keys and values, and block * head dim * bytes "
-            f"of an element up to {_TRITON_TILE}; got block {call.blocks.block}, head dims {query.shape[-1]} and "
+    return (f"Triton's kernels take blocks of 16, 32 or 64, equal head dims of keys and values, and block * head dim * "
+            f"bytes of an element up to {_TRITON_TILE}; got block {call.blocks.block}, head dims {query.shape[-1]} and "
             f"{value.shape[-1]}, {query.dtype}")
 
 

@@ -140,8 +140,8 @@ class SparseAttentionSettings(Section):
 def sparsity_config(section: SparseAttentionSettings | Mapping[str, Any], heads: int) -> SparsityConfig:
     """Return the structure of `section`, the JSON object or its settings, for `heads` heads.
 
-    Raises UnknownKind (a NotImplementedError and a ConfigError) for an unknown mode or attention, NotServed for a section that
-    has none, ConfigError (a ValueError) for other wrong values.
+    Raises UnknownKind (a NotImplementedError and a ConfigError) for an unknown mode or attention, NotServed for a section
+    that has none, ConfigError (a ValueError) for other wrong values.
     """
     settings = section if isinstance(section, SparseAttentionSettings) else _resolved(section)
     if settings.mode is None:

@@ -116,7 +116,8 @@ def _block_problems(key: Published, block: Mapping[str, object], path: str) -> I
 def _requested(key: Published, value: object, path: str) -> Problem:
     if key.fate is Fate.LATER:
         fix = f"remove it or give {one_of(key.accepts)}" if key.accepts else "remove it"
-        return Problem(path=path, message=f"got {shown(value)}; not supported yet ({key.meaning}); {fix}", kind=NotSupportedYet)
+        return Problem(path=path, message=f"got {shown(value)}; not supported yet ({key.meaning}); {fix}",
+                       kind=NotSupportedYet)
     return Problem(path=path, message=f"got {shown(value)}; {key.reason}")
 
 

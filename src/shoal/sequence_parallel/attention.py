@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.attention.arguments import check_memory, check_tensor, true_or_false
+from shoal.attention.arguments import check_tensor, in_memory, true_or_false
 from shoal.attention.attend import (
     Backend,
     Mode,
@@ -72,7 +72,8 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
     for name, given in (("key_padding", key_padding), ("mask", mask), ("bias", bias)):
         if given is not None:
             check_tensor(f"attend_sequence: {name}", given, "of the whole sequence")
-    check_memory("attend_sequence", query=query, key=key, value=value, key_padding=key_padding, mask=mask, bias=bias)
+    query, key, value, key_padding, mask, bias = in_memory(
+        "attend_sequence", query=query, key=key, value=value, key_padding=key_padding, mask=mask, bias=bias)
     if mask is not None or bias is not None:
         if exchange == "blocks":
             raise UsageError("attend_sequence: exchange='blocks' has no mask or bias of each query and key; leave exchange "
