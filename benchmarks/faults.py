@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from chaos_view import Losses, View
+from interrupts import leaving
 from machine import ROOT
 from results import FOLDER, Outcome, Sheet, Target
 
@@ -163,6 +164,15 @@ class Job:
         lines = (self.out / "loads").read_text().splitlines() if (self.out / "loads").exists() else []
         found = [(int(steps), source) for at, steps, source in map(str.split, lines) if float(at) > moment]
         return found[0] if found else (0, "nothing")
+
+    def end(self) -> int:
+        """Kill all processes of the job that run, and return how many there were."""
+        orphans = self.orphans()
+        for pid in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        return len(orphans)
 
     def orphans(self) -> list[int]:
         """Return the processes of the job that run."""
@@ -306,7 +316,10 @@ def undisturbed(options: argparse.Namespace, folder: Path) -> tuple[str, Losses]
     out = folder / "undisturbed"
     out.mkdir()
     job = Job(options, out, restarts=0, pause=0.0)
-    job.process.wait()
+    try:
+        job.process.wait()
+    finally:
+        job.end()
     losses = Losses(out / "losses", pause=options.pause)
     losses.read()
     return (out / "digest").read_text(), losses
@@ -337,9 +350,10 @@ def main() -> int:
     kinds = [options.kinds[number % len(options.kinds)] for number in range(options.faults)]
     chance.shuffle(kinds)
     survivals: list[Survival] = []
-    for number, stage in enumerate(options.stages):
-        options.stage = stage
-        survivals.append(survive(options, kinds[number::len(options.stages)], chance))
+    with leaving():
+        for number, stage in enumerate(options.stages):
+            options.stage = stage
+            survivals.append(survive(options, kinds[number::len(options.stages)], chance))
     return report(options, survivals)
 
 
@@ -349,6 +363,7 @@ def survive(options: argparse.Namespace, kinds: list[str], chance: random.Random
     folder = Path(tempfile.mkdtemp(prefix="shoal-chaos-"))
     recoveries: list[Recovery] = []
     hangs = 0
+    job: Job | None = None
     try:
         expected, losses = undisturbed(options, folder)
         out = folder / "disturbed"
@@ -379,19 +394,18 @@ def survive(options: argparse.Namespace, kinds: list[str], chance: random.Random
               f"{FOLDER}/chaos-{options.stage}.svg", flush=True)
         hangs += job.process.poll() is None
         time.sleep(1.0)
-        orphans = job.orphans()
+        orphans = job.end()
         same = (out / "digest").exists() and (out / "digest").read_text() == expected
-        for pid in orphans:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         unlike = found_losses.unlike(losses)
         if unlike:
             print(f"stage {options.stage}: the losses of steps {unlike[:20]} are not those of the undisturbed training",
                   flush=True)
     finally:
+        if job is not None:
+            job.end()
         subprocess.run(["umount", "--lazy", str(folder / "disturbed" / "checkpoints")], capture_output=True, check=False)
         shutil.rmtree(folder, ignore_errors=True)
-    return Survival(asked=len(kinds), recoveries=recoveries, hangs=hangs, orphans=len(orphans), same=same,
+    return Survival(asked=len(kinds), recoveries=recoveries, hangs=hangs, orphans=orphans, same=same,
                     unlike=len(unlike), noted=len(found_losses.values), steps=options.steps)
 
 
