@@ -1,7 +1,7 @@
 """Chaos: a training is disturbed at random moments, by a seed; its losses and weights must be those of an undisturbed one.
 
     .venv/bin/python benchmarks/faults.py --seed 1 --faults 12 --ranks 2 --stages 2 3-offload
-    .venv/bin/python benchmarks/faults.py --model 30m --ranks 4 --faults 3     # 8 minutes on 2 cores
+    .venv/bin/python benchmarks/faults.py --model 30m --ranks 4 --faults 3 --quiet 3 --every 3    # 5 minutes, 2 busy cores
 
 Faults: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (a sleep without end), `spin` (a loop without end, which uses the
 processor: its deadline is ten times as long), `raise` (an exception), `memory` (an allocation

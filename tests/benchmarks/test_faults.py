@@ -67,7 +67,7 @@ def test_the_newest_copy_is_the_one_of_most_steps(tmp_path: Path) -> None:
     assert faults.newest_copy(tmp_path) == 100
 
 
-def test_a_loss_that_differs_in_its_last_bit_is_found_though_the_step_was_taken_again(tmp_path: Path) -> None:
+def test_a_loss_that_differs_in_its_last_bit_once_is_found(tmp_path: Path) -> None:
     def read(name: str, *lines: str) -> Losses:
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
         losses = Losses(tmp_path / name)
