@@ -70,7 +70,7 @@ def train(root: str, names: list[str], stop: int, stage: int = 3, mesh: dict[str
         loss = (engine(inputs) - targets).square().mean()
         engine.backward(loss)
         engine.step()
-        samples[engine.global_steps], losses[engine.global_steps] = numbers.tolist(), float(loss)
+        samples[engine.global_steps], losses[engine.global_steps] = numbers.tolist(), float(loss.detach())
     engine.checkpointer.wait_for_copy()
     with shoal.gathered(engine.module):
         weights = [p.detach().flatten().tolist() for p in engine.module.parameters()]
