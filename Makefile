@@ -77,9 +77,10 @@ fuzz: .venv/.installed  ## train random compositions of features and compare wit
 fuzz-idioms: .venv/.installed  ## run random programs of PyTorch idioms beside plain PyTorch; SEED=s COUNT=n
 	$(BIN)/python -m tests.fuzz.idioms$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))
 
-chaos: .venv/.installed  ## kill, stop and hang ranks and the launcher of a training, and compare its weights; SEED=s COUNT=n RANKS=n STAGES='2 3-offload 2-mesh'
+chaos: .venv/.installed  ## kill, stop and hang ranks and the launcher of a training, and compare its losses; SEED=s COUNT=n RANKS=n MODEL=30m QUIET=seconds STAGES='2 3-offload 2-mesh'
 	$(BIN)/python benchmarks/faults.py$(if $(SEED), --seed $(SEED))$(if $(COUNT), --faults $(COUNT))$(if $(RANKS), --ranks \
-		$(RANKS))$(if $(STAGES), --stages $(STAGES))
+		$(RANKS))$(if $(STAGES), --stages $(STAGES))$(if $(QUIET), --quiet $(QUIET))$(if $(filter command,$(origin MODEL)), \
+		--model $(MODEL))
 
 check: .venv/.installed  ## lint, check types, import layers and file sizes
 	$(BIN)/ruff check

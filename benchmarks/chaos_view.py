@@ -36,8 +36,12 @@ class Losses:
     by_step: dict[int, float] = field(default_factory=dict[int, float])
     moments: dict[int, float] = field(default_factory=dict[int, float])
     """When each step was taken first."""
+    values: dict[int, set[float]] = field(default_factory=dict[int, set[float]])
+    """Every loss that a step has had."""
     begun: float | None = None
     latest: float = 0.0
+    pause: float = 0.0
+    """Seconds that the other training sleeps after each step, and this one does not."""
     _read: int = 0
 
     def read(self) -> None:
@@ -55,11 +59,16 @@ class Losses:
             self.latest = float(moment)
             self.moments.setdefault(int(step), float(moment))
             self.by_step[int(step)] = float(loss)
+            self.values.setdefault(int(step), set()).add(float(loss))
+
+    def unlike(self, expected: Losses) -> list[int]:
+        """Return the steps that had, at any time that they were taken, another loss than `expected` has, in any bit."""
+        return sorted(step for step, values in self.values.items() if values != expected.values.get(step))
 
     @property
     def step_seconds(self) -> float:
-        """The seconds of a step, over all."""
-        return (self.latest - (self.begun or 0.0)) / max(1, len(self.by_step) - 1)
+        """The seconds of a step, over all, with the pause after it."""
+        return (self.latest - (self.begun or 0.0)) / max(1, len(self.by_step) - 1) + self.pause
 
 
 class View:

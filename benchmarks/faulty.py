@@ -3,9 +3,9 @@
     shoal run --ranks 2 --max-restarts 9 benchmarks/faulty.py --out FOLDER --steps 200 --stage 2 --every 10
 
 Signals from outside ask a rank for the faults that a process can only commit itself: SIGUSR1 raises, SIGUSR2 hangs, and the
-first real-time signals take memory beyond a limit, end the room for files, and spoil a gradient once.
-Rank 0 notes the loss of each step in FOLDER/losses. At the end it writes the digest of the weights, which depends on every
-bit of them.
+first real-time signals take memory beyond a limit, end the room for files, spoil a gradient once, and hang in a loop that
+uses the processor. Rank 0 notes the loss of each step in FOLDER/losses, and in FOLDER/loads from what each attempt goes on:
+memory, disk, or nothing. At the end it writes the digest of the weights, which depends on every bit of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from shoal.tensor_parallel import Column, Plan, Row, Whole, parallelize
 
 
 class Tokens(torch.utils.data.Dataset[Tensor]):
-    """Sequences of tokens by number."""
+    """Sequences of tokens by number, each of `length` and one more."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
 
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(0, 256, (33,), generator=torch.Generator().manual_seed(index))
+        return torch.randint(0, 256, (self._length + 1,), generator=torch.Generator().manual_seed(index))
 
 
 class Model(nn.Module):
@@ -52,6 +55,19 @@ class Model(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Published(nn.Module):
+    """The model of examples/gpt of a preset, from tokens to the loss."""
+
+    def __init__(self, preset: str) -> None:
+        super().__init__()
+        from workloads import workload  # a small model needs none of it, and starts again often
+
+        self.model = workload(preset).build()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens[:, :-1], tokens[:, 1:].contiguous())
 
 
 class Pairs(Tokens):
@@ -101,6 +117,12 @@ def hang(number: int, frame: object) -> None:
         time.sleep(1000)
 
 
+def spin(number: int, frame: object) -> None:
+    """Use the processor for what never ends."""
+    while True:
+        pass
+
+
 def exhaust_memory(number: int, frame: object) -> None:
     """Allocate more than the process may have."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -136,30 +158,40 @@ def main() -> None:
                                                      "are 2 pipeline stages x 2 tensor ranks x data ranks")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--save", type=int, default=50)
+    parser.add_argument("--model", default="small", help="small, or a preset of examples/gpt; its batch is twice as large")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.0)
     options = parser.parse_args()
     torch.manual_seed(0)
-    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    small = options.model == "small"
+    config = {"train_batch_size": 4 if small else 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
               "zero_optimization": {"stage": int(options.stage[0]), **(
                   {"offload_optimizer": {"device": "cpu"}} if options.stage.endswith("-offload") else {})},
               "checkpoint": {"keep_last": 2},
               "resilience": {"vault": {"every": options.every}, "guard": {"enabled": True}}}
     in_mesh = options.stage.endswith("-mesh")
-    model, mesh = sliced_pipeline(options.width, options.layers) if in_mesh else (Model(options.width, options.layers), None)
+    mesh: shoal.Mesh | None = None
+    if in_mesh:
+        model, mesh = sliced_pipeline(options.width, options.layers)
+    else:
+        model = Model(options.width, options.layers) if small else Published(options.model)
     spoiled = SpoiledOnce()
     list(model.parameters())[-1].register_hook(spoiled)
-    engine, _, loader, _ = shoal.initialize(model=model, training_data=Pairs() if in_mesh else Tokens(), config=config,
-                                            mpu=mesh)
-    engine.load_checkpoint(options.out / "checkpoints")
+    engine, _, loader, _ = shoal.initialize(model=model, config=config, mpu=mesh,
+                                            training_data=Pairs(32) if in_mesh else Tokens(32 if small else 128))
+    loaded, _ = engine.load_checkpoint(options.out / "checkpoints")
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, hang)
-    for number, handler in enumerate((exhaust_memory, end_file_space, spoiled.spoil)):
+    for number, handler in enumerate((exhaust_memory, end_file_space, spoiled.spoil, spin)):
         signal.signal(signal.SIGRTMIN + number, handler)
     assert loader is not None
     batches = iter(loader)
     notes = os.open(options.out / "losses", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    if engine.global_rank == 0:
+        source = "nothing" if loaded is None else "disk" if str(loaded).startswith(str(options.out)) else "memory"
+        with (options.out / "loads").open("a") as file:
+            file.write(f"{time.monotonic()} {engine.global_steps} {source}\n")
     while engine.global_steps < options.steps:
         if isinstance(engine, shoal.PipelineEngine):
             loss = engine.train_batch()

@@ -75,6 +75,15 @@ class Machines:
         first = self._first(number)
         return ["nsenter", f"--target={first}", "--net", *NAMESPACES, f"--wd={Path.cwd()}", "--", *map(str, command)]
 
+    def end(self, number: int) -> None:
+        """End every process of a machine at once, as where it loses power; its link stays."""
+        self.processes[number].kill()
+        self.processes[number].wait()
+
+    def runs(self, number: int) -> bool:
+        """Whether a machine has not ended."""
+        return self.processes[number].poll() is None
+
     def processes_of(self, number: int, word: str) -> list[str]:
         """Return the command lines of a machine's processes that contain `word`."""
         listing = self.execute(number, ["ps", "-eo", "args="]).stdout.splitlines()

@@ -39,7 +39,8 @@ def test_each_rank_has_a_keeper_on_another_node(names: list[str]) -> None:
     assert by_keeper == (set(names) if nodes.count > 1 else set())
 
 
-def train(root: str, names: list[str], stop: int, stage: int = 3, mesh: dict[str, int] | None = None) -> dict[str, Any]:
+def train(root: str, names: list[str], stop: int, stage: int = 3, mesh: dict[str, int] | None = None, dropout: float = 0.1,
+          ) -> dict[str, Any]:
     """Run one rank of an attempt, on the node of its name: load what there is, train to step `stop`."""
     memory = Path(root, names[dist.get_rank()])
     memory.mkdir(parents=True, exist_ok=True)
@@ -48,28 +49,32 @@ def train(root: str, names: list[str], stop: int, stage: int = 3, mesh: dict[str
     config: dict[str, Any] = {
         "train_batch_size": BATCH, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "timeout": 20,
         "zero_optimization": {"stage": stage}, "resilience": {"vault": {"every": EVERY}}, **({"mesh": mesh} if mesh else {})}
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Linear(8, 8), nn.Linear(8, 1))
     messages: list[str] = []
     logging.getLogger("shoal").addHandler(handler := logging.Handler())
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("shoal").setLevel(logging.INFO)
     rows = torch.randn(60 * BATCH, 8, generator=torch.Generator().manual_seed(1))
-    data = torch.utils.data.TensorDataset(rows, rows.sum(1, keepdim=True))
+    data = torch.utils.data.TensorDataset(rows, rows.sum(1, keepdim=True), torch.arange(len(rows)))
     engine, _, loader, _ = shoal.initialize(model=model, training_data=data, config=config)
     engine.load_checkpoint(f"{root}/disk")
     first = engine.global_steps
     with shoal.gathered(engine.module):
         loaded = [p.detach().flatten().tolist() for p in engine.module.parameters()]
+    samples: dict[int, list[int]] = {}
+    losses: dict[int, float] = {}
     assert loader is not None
-    for inputs, targets in loader:
+    for inputs, targets, numbers in loader:
         if engine.global_steps == stop:
             break
-        engine.backward((engine(inputs) - targets).square().mean())
+        loss = (engine(inputs) - targets).square().mean()
+        engine.backward(loss)
         engine.step()
+        samples[engine.global_steps], losses[engine.global_steps] = numbers.tolist(), float(loss.detach())
     engine.checkpointer.wait_for_copy()
     with shoal.gathered(engine.module):
         weights = [p.detach().flatten().tolist() for p in engine.module.parameters()]
-    return {"first": first, "loaded": loaded, "weights": weights, "messages": messages}
+    return {"first": first, "loaded": loaded, "weights": weights, "messages": messages, "samples": samples, "losses": losses}
 
 
 def attempt(root: Path, names: list[str], stop: int, **options: Any) -> list[dict[str, Any]]:
@@ -116,6 +121,39 @@ def test_the_nodes_that_are_left_load_all_of_it(tmp_path: Path, left: list[str])
     assert {each["first"] for each in again} == {2 * EVERY}
     assert all(each["loaded"] == before[0]["weights"] for each in again)
     assert {len(files(tmp_path, name, 3 * EVERY)) > 0 for name in left} == {True}  # copies go on
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("left", [[A, C], [C], [B, A, A, C]], ids="".join)
+def test_another_world_uses_each_sample_once_with_the_same_losses(tmp_path: Path, left: list[str], stage: int) -> None:
+    def of_step(ranks: list[dict[str, Any]], step: int) -> tuple[list[int], float]:
+        """Return the samples of a step, and the mean of their losses: each rank has equally many."""
+        return (sorted(number for rank in ranks for number in rank["samples"][step]),
+                sum(rank["losses"][step] for rank in ranks) / len(ranks))
+
+    undisturbed = attempt(tmp_path / "undisturbed", [A, B, C], 9, stage=stage, dropout=0.0)
+    before = attempt(tmp_path / "lost", [A, B, C], 5, stage=stage, dropout=0.0)
+    lose(tmp_path / "lost", *({A, B, C} - set(left) if len(left) > 1 else {B}))
+    if len(left) == 1:  # a second loss, of a node that is no neighbour's keeper any more
+        before = attempt(tmp_path / "lost", [A, C], 7, stage=stage, dropout=0.0)
+        assert {each["first"] for each in before} == {4}
+        lose(tmp_path / "lost", A)
+    again = attempt(tmp_path / "lost", left, 9, stage=stage, dropout=0.0)
+    (first,) = {each["first"] for each in again}
+    assert first == (6 if len(left) == 1 else 4)
+    assert not (tmp_path / "lost" / "disk").exists()
+    used: list[int] = []
+    for step in range(1, 10):
+        ranks = again if step > first else before if step in before[0]["samples"] else None
+        samples, expected = of_step(undisturbed, step)
+        if ranks is not None:
+            found, loss = of_step(ranks, step)
+            assert found == samples
+            assert loss == pytest.approx(expected, rel=1e-5)
+        used += samples
+    assert len(used) == len(set(used)) == 9 * BATCH
+    for one, other in zip(again[0]["weights"], undisturbed[0]["weights"], strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-6)
 
 
 def test_a_new_mesh_loads_what_another_one_left(tmp_path: Path) -> None:
