@@ -2,9 +2,9 @@
 
 Failures of all hosts are collected; once all have ended, the rank that failed first, by this machine's clock, is reported. A
 host that fails ends the others. So does one that is lost, unless the job may go on with fewer (`--nodes A:B`). Where hosts
-report that they do not reach each other, some of them count as lost (`reachability.py`). This process begins each attempt: the
-first host that is left opens a store (`Serve`), and all are told where (`Begin`). If this process dies, the connections close,
-and every host ends its ranks.
+report that they do not reach each other, some of them count as lost (`reachability.py`). This process begins each attempt:
+the first host that is left opens a store (`Serve`), and all are told where (`Begin`). If this process dies, the connections
+close, and every host ends its ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The hosts of a job hold connections to each other, and tell the launcher which host they no longer reach.
 
 A link may be lost between two hosts that both reach the launcher: then their ranks wait for each other without end. So each
-agent connects to others at the addresses that the ranks use. The kernel probes these connections once a second and answers the
-probes of others (TCP keepalive): that costs no step, and a host that is slow, or whose agent is stopped, still answers. Once
-`quiet` seconds less `MARGIN` have brought no answer, the connection breaks. Then the agent connects again, once a second; after
-`DIALS` failures in a row it reports the host as unreached, until it is reached again.
+agent connects to others at the addresses that the ranks use. The kernel probes these connections once a second, and answers
+the probes of others (TCP keepalive): that costs no step, and a host that is slow, or whose agent is stopped, still answers.
+Once `quiet` seconds less `MARGIN` have brought no answer, the connection breaks. Then the agent connects again, once a
+second; after `DIALS` failures in a row it reports the host as unreached, until it is reached again.
 
 Hosts dial those after them in a ring, at most `MOST` each: all pairs of up to 2 * `MOST` + 1 hosts. A pair that never had a
 connection is not reported, because the network may carry its ranks elsewhere; gloo's own error tells of such a pair.
@@ -30,8 +30,8 @@ __all__ = ["Links", "partners"]
 
 MOST = 128
 """The most connections that a host dials."""
-MARGIN = 3
-"""Seconds before `quiet` at which a connection without an answer breaks, to connect again within `quiet`."""
+MARGIN = 4
+"""Seconds before `quiet` at which a connection without an answer breaks, to connect again, and to choose, within `quiet`."""
 PROBE = 1
 """Seconds between two probes of the kernel."""
 DIAL = 1.0

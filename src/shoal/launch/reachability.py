@@ -1,8 +1,9 @@
 """Which hosts go on together where some do not reach each other, although the launcher reaches all.
 
 The largest set of hosts that all reach each other stays; of several such sets the one whose first hosts stand first in the
-hostfile. Hosts report at different moments that a link is lost, so the choice waits until no new report has come for `SETTLE`
-seconds, and until no host that it concerns is silent: that one may be lost altogether, which the launcher notices itself.
+hostfile. Hosts report at different moments that a link is lost, so the choice waits until no new report has come for
+`SETTLE` seconds, and until no host that it concerns is silent: that one may be lost altogether, which the launcher notices
+itself.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def most_that_reach(hosts: Sequence[int], lost: Collection[Pair]) -> list[int]:
 
 
 def _most(hosts: Iterable[int], cut: dict[int, set[int]]) -> int:
-    """Return a number that no set of hosts which reach each other exceeds: of hosts that all lack each other, one is kept."""
+    """Return a number that no set of hosts which reach each other exceeds: at most one of hosts that all lack each other."""
     groups: list[list[int]] = []
     for host in hosts:
         for group in groups if cut[host] else ():
