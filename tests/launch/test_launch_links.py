@@ -17,7 +17,7 @@ from shoal.cluster.hostfile import Host
 from shoal.launch import cluster, links, reachability
 from shoal.launch.cluster import Cluster, Node
 from shoal.launch.console import Terminal
-from shoal.launch.links import Links, partners
+from shoal.launch.links import HostLinks, partners
 from shoal.launch.protocol import Begin, Channel, Listening, Serve, Unreached
 from shoal.launch.reachability import LostLinks, most_that_reach
 
@@ -185,7 +185,7 @@ def accept(server: socket.socket) -> None:
 
 
 def test_a_host_that_is_reached_no_more_is_told_and_so_is_its_return(told):
-    with Links(6.0, told.put) as own:
+    with HostLinks(6.0, told.put) as own:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             own.watch({5: ("127.0.0.1", port)})
@@ -202,21 +202,21 @@ def test_a_host_that_is_reached_no_more_is_told_and_so_is_its_return(told):
 def test_a_host_that_was_never_reached_is_not_told(told):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    with Links(6.0, told.put) as own, Links(6.0, told.put) as third:
+    with HostLinks(6.0, told.put) as own, HostLinks(6.0, told.put) as third:
         own.watch({5: ("127.0.0.1", port), 7: ("127.0.0.1", third.port)})
         time.sleep(5 * DIAL)
         assert told.empty()
 
 
 def test_a_stopped_agent_is_still_reached(told):
-    with socket.create_server(("127.0.0.1", 0)) as stopped, Links(6.0, told.put) as own:  # only its kernel accepts
+    with socket.create_server(("127.0.0.1", 0)) as stopped, HostLinks(6.0, told.put) as own:  # only its kernel accepts
         own.watch({5: stopped.getsockname()})
         time.sleep(5 * DIAL)
         assert told.empty()
 
 
 def test_kernels_probe_connections_within_the_time_of_a_silent_host(told):
-    with socket.create_server(("127.0.0.1", 0)) as other, Links(20.0, told.put) as own:
+    with socket.create_server(("127.0.0.1", 0)) as other, HostLinks(20.0, told.put) as own:
         own.watch({5: other.getsockname()})
         with other.accept()[0]:
             (connection,) = [each.connection for each in own._partners.values()]

@@ -26,7 +26,7 @@ from functools import partial
 
 from shoal.launch.protocol import Unreached
 
-__all__ = ["Links", "partners"]
+__all__ = ["HostLinks", "partners"]
 
 MOST = 128
 """The most connections that a host dials."""
@@ -62,7 +62,7 @@ class _Partner:
     """Failed attempts in a row since a connection broke."""
 
 
-class Links:
+class HostLinks:
     """The connections of one host, in a thread of their own, as a context manager."""
 
     def __init__(self, quiet: float, tell: Callable[[Unreached], None]) -> None:
@@ -87,7 +87,7 @@ class Links:
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Links:
+    def __enter__(self) -> HostLinks:
         return self
 
     def __exit__(self, *error: object) -> None:

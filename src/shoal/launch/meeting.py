@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from shoal.errors import LaunchError
 from shoal.launch.addresses import INTERFACE, address_of, connect, interface_of, own_addresses
 from shoal.launch.job import ClusterJob
-from shoal.launch.links import Links, partners
+from shoal.launch.links import HostLinks, partners
 from shoal.launch.protocol import Begin, Listening
 from shoal.launch.rendezvous import first_line
 
@@ -38,7 +38,7 @@ TIMEOUT = timedelta(minutes=5)
 class ClusterRendezvous(RendezvousHandler):
     """The rendezvous of one host's agent. Its methods are called in the agent's thread, but for `serve` and `begin`."""
 
-    def __init__(self, job: ClusterJob, node: int, endpoint: str | None, links: Links) -> None:
+    def __init__(self, job: ClusterJob, node: int, endpoint: str | None, links: HostLinks) -> None:
         """`node` is the number of this host; `endpoint` is the HOST:PORT or :PORT that the user gave for the first host.
 
         `links` are told of the other hosts of each attempt.
