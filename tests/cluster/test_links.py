@@ -43,8 +43,8 @@ class Training:
         (tmp_path / "script.py").write_text(TRAIN)
         self.token = f"links-{time.monotonic_ns():x}"
         self.process = machines.popen(
-            0, ["timeout", str(MOST), *SHOAL, "run", "--hosts", "@".join(f"node{host}:0" for host in hosts), "--max-restarts", "3", "--grace", "5",
-                "--export", "SHOAL_TEST_TOKEN", *more, str(tmp_path / "script.py")],
+            0, ["timeout", str(MOST), *SHOAL, "run", "--hosts", "@".join(f"node{host}:0" for host in hosts),
+                "--max-restarts", "3", "--grace", "5", "--export", "SHOAL_TEST_TOKEN", *more, str(tmp_path / "script.py")],
             env=variables(machines, self.token), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def read(self, pattern):
