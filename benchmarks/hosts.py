@@ -21,8 +21,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,6 +98,18 @@ class Hosts:
         """Change the rate of every link. What waits in a queue is dropped, so no rank should be in the middle of a step."""
         self._link = link.Link(rate=link.rate(rate), delay=self._link.delay)
         self._shape()
+
+    @contextmanager
+    def cut(self, hosts: Sequence[int]) -> Generator[None]:
+        """Have these hosts not reach each other meanwhile; they and all others reach each other as before."""
+        words = ("bridge", "-n", self._switch, "link", "set", "dev")
+        try:
+            for host in hosts:
+                tool(*words, f"port{host}", "isolated", "on")
+            yield
+        finally:
+            for host in hosts:
+                tool(*words, f"port{host}", "isolated", "off")
 
     def bytes(self, host: int) -> Traffic:
         """Return what the host's interface has counted since it was built."""

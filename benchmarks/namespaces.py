@@ -45,7 +45,7 @@ def why_not() -> str:
 
 
 def tool(*command: str | Path) -> str:
-    """Run `ip` or `tc` and return what it printed. Raises `HostsUnavailable` with its complaint."""
+    """Run `ip`, `tc` or `bridge` and return what it printed. Raises `HostsUnavailable` with its complaint."""
     program = shutil.which(str(command[0]), path=PATH) or str(command[0])
     done = subprocess.run([program, *map(str, command[1:])], capture_output=True, text=True, check=False,
                           start_new_session=True)  # a Ctrl-C at the terminal must not end a teardown half-way

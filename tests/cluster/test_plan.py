@@ -22,6 +22,7 @@ from shoal.launch.console import Terminal
 from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.links import HostLinks
 from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.protocol import Exited, Hello, HostProblem
 from shoal.launch.start_errors import explain
@@ -211,8 +212,9 @@ def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -
 def test_the_address_of_the_store_is_that_of_the_first_host_alone(tmp_path: Path) -> None:
     job = ClusterJob(secret="s", hosts=(Host(name="a", slots=(0,)), Host(name="b", slots=(0,))), environment={},
                      folder=str(tmp_path), plan=None, least=1, quiet=20.0)
-    assert ClusterRendezvous(job, 0, "10.9.8.7:0").serve().addresses == ["10.9.8.7"]
-    assert ClusterRendezvous(job, 1, "10.9.8.7:0").serve().addresses == own_addresses(), "the first host is lost"
+    with HostLinks(20.0, lambda message: None) as links:
+        assert ClusterRendezvous(job, 0, "10.9.8.7:0", links).serve().addresses == ["10.9.8.7"]
+        assert ClusterRendezvous(job, 1, "10.9.8.7:0", links).serve().addresses == own_addresses(), "the first host is lost"
 
 
 def test_a_job_is_the_same_after_its_travel() -> None:

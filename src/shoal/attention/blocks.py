@@ -28,7 +28,7 @@ def _is_binary(layout: Tensor, visited: Tensor) -> bool:
         return True
     if layout.is_floating_point():
         return torch.equal(visited.to(layout.dtype), layout)
-    least, most = layout.aminmax()  # of 8 layouts of 1,000 x 1,000 in a third of the time of a comparison
+    least, most = layout.aminmax()  # without the copy that a comparison with `visited` needs
     return bool(least >= 0) and bool(most <= 1)
 
 

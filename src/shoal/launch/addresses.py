@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-__all__ = ["INTERFACE", "connect", "facing", "interface_of", "is_loopback", "own_addresses"]
+__all__ = ["INTERFACE", "address_of", "connect", "facing", "interface_of", "is_loopback", "own_addresses"]
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the interface of gloo; without it gloo looks up the host's own name."""
@@ -56,6 +56,11 @@ def is_loopback(host: str) -> bool:
 def interface_of(address: str) -> str | None:
     """Return the interface that has an address."""
     return next((name for name, own in _interfaces() if own == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """Return the address of an interface, None where there is none of that name."""
+    return next((own for name, own in _interfaces() if name == interface), None)
 
 
 def _interfaces() -> list[tuple[str, str]]:

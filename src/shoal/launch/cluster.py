@@ -1,9 +1,10 @@
 """A job on several hosts: this process starts Shoal's process on each, shows what ranks write, and ends all together.
 
 Failures of all hosts are collected; once all have ended, the rank that failed first, by this machine's clock, is reported. A
-host that fails ends the others. So does one that is lost, unless the job may go on with fewer (`--nodes A:B`). This process
-begins each attempt: the first host that is left opens a store (`Serve`), and all are told where (`Begin`). If this process
-dies, the connections close, and every host ends its ranks.
+host that fails ends the others. So does one that is lost, unless the job may go on with fewer (`--nodes A:B`). Where hosts
+report that they do not reach each other, some of them count as lost (`reachability.py`). This process begins each attempt:
+the first host that is left opens a store (`Serve`), and all are told where (`Begin`). If this process dies, the connections
+close, and every host ends its ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from shoal.launch.protocol import (
     Serve,
     Signal,
     Status,
+    Unreached,
 )
+from shoal.launch.reachability import LostLinks
 from shoal.launch.start_errors import explain, means_failure, names
 from shoal.launch.starting import Closed, Connected, Ended, ErrorLine, HostEvent, Starter
 
@@ -49,6 +52,8 @@ __all__ = ["Cluster", "Node", "run_job"]
 
 BEAT = 1.0
 """Seconds between two beats."""
+SILENT = 2.5
+"""Beats after which a host that has sent none may be lost."""
 PAUSE = 3.0
 """Seconds between two looks at the hosts after which this process was stopped."""
 START = 120.0
@@ -260,6 +265,7 @@ class _JobMonitor:
         self._attempt = 0
         self._serving: int | None = None
         """The host that opens the store of the next attempt."""
+        self._links = LostLinks()
         self.terminal = terminal
         self.grace = grace
         self.failures: list[Failure] = []
@@ -299,6 +305,8 @@ class _JobMonitor:
                 self._attempt, self._serving = self._attempt + 1, None
                 self.cluster.send(Begin(attempt=self._attempt, hosts=self.hosts, port=port, addresses=addresses),
                                   [self.cluster.nodes[number] for number in self.hosts])
+            case Unreached(hosts=hosts):
+                self._links.report(self.cluster.nodes.index(node), hosts)
             case Report():
                 failures = [replace(each, host=node.name, time=each.time - node.offset) for each in message.read()]
                 if message.note:
@@ -325,6 +333,7 @@ class _JobMonitor:
             self.terminal.hurry()
             self.deadline = min(self.deadline, time.monotonic() + self.grace + LAST)
             self.cluster.send(Signal(number=number))
+        self._leave_out_unreached()
         if lost := [number for number in self.hosts if self.cluster.nodes[number].lost]:
             self._lose(lost)
         if any(self.cluster.nodes[number].code for number in self.hosts):
@@ -333,6 +342,18 @@ class _JobMonitor:
             for node in self.cluster.nodes:
                 if not node.has_ended:
                     node.lost = "it did not end in time, and is left to end by itself"
+
+    def _leave_out_unreached(self) -> None:
+        """Lose the hosts that others, with which the job goes on, do not reach."""
+        nodes, now = self.cluster.nodes, time.monotonic()
+        living = [number for number in self.hosts if not nodes[number].has_ended]
+        silent = [number for number in living if now - nodes[number].last_heard > SILENT * BEAT]
+        for number, others in self._links.leave_out(living, silent).items():
+            names = [nodes[other].name for other in others]
+            nodes[number].lost = (f"host{'s' if names[1:] else ''} {' and '.join(names)} cannot reach host "
+                                  f"{nodes[number].name}, though this machine reaches them; see to the network between them")
+            if (channel := nodes[number].channel) is not None:
+                channel.close()  # it ends by that
 
     def _lose(self, lost: list[int]) -> None:
         """Begin an attempt without hosts that are lost, if the job may go on; else end it."""

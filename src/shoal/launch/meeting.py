@@ -3,7 +3,8 @@
 The launcher has one connection to every host, so it alone decides who takes part: after a failure it has the first host that
 is left open a new store, and tells all hosts its address (`Begin`). No election is needed, no half of a cut network goes on
 alone, and any host may be lost, that of the store too. Ranks are numbered in the order of the hostfile. Rank 0's address is
-one through which the others reached its host.
+one through which the others reached its host. At the store the hosts also learn where they hold connections to each other
+(`links.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
 from shoal.errors import LaunchError
-from shoal.launch.addresses import INTERFACE, connect, interface_of, own_addresses
+from shoal.launch.addresses import INTERFACE, address_of, connect, interface_of, own_addresses
 from shoal.launch.job import ClusterJob
+from shoal.launch.links import HostLinks, partners
 from shoal.launch.protocol import Begin, Listening
 from shoal.launch.rendezvous import first_line
 
@@ -36,14 +38,18 @@ TIMEOUT = timedelta(minutes=5)
 class ClusterRendezvous(RendezvousHandler):
     """The rendezvous of one host's agent. Its methods are called in the agent's thread, but for `serve` and `begin`."""
 
-    def __init__(self, job: ClusterJob, node: int, endpoint: str | None) -> None:
-        """`node` is the number of this host; `endpoint` is the HOST:PORT or :PORT that the user gave for the first host."""
+    def __init__(self, job: ClusterJob, node: int, endpoint: str | None, links: HostLinks) -> None:
+        """`node` is the number of this host; `endpoint` is the HOST:PORT or :PORT that the user gave for the first host.
+
+        `links` are told of the other hosts of each attempt.
+        """
         self.attempt = 0
         """The number of the attempt whose hosts met last; 0 before the first."""
         self.taken = 0
         """The number of the attempt that the agent has taken up."""
         self._job = job
         self._node = node
+        self._links = links
         self._host, _, port = (endpoint or ":0").rpartition(":")
         self._port = int(port)
         self._server: TCPStore | None = None
@@ -109,9 +115,11 @@ class ClusterRendezvous(RendezvousHandler):
             if found is None:
                 return None
             first, own, store = found
+            store.set(f"link/{rank}", f"{self._link_address(own if rank else '')} {self._links.port}")
             store.set(f"reached/{rank}", first)
             if not self._all_have_come(begun, store, [f"reached/{each}" for each in range(ranks)]):
                 return None
+            self._watch_links(begun, store, first)
             if rank == 0 and ranks > 1:
                 own = store.get("reached/1").decode()
             os.environ.update(CROSS_RANK=str(rank), CROSS_SIZE=str(ranks))
@@ -121,6 +129,18 @@ class ClusterRendezvous(RendezvousHandler):
             return RendezvousInfo(store, rank, ranks, where if rank == 0 else RendezvousStoreInfo(first, where.master_port))
         except RuntimeError:  # the host of the store is lost; the launcher notices too, and begins another attempt
             return None
+
+    def _link_address(self, own: str) -> str:
+        """Return the address of the interface that the user gave gloo, else `own`."""
+        return own if self._chooses_interface else address_of(os.environ[INTERFACE]) or own
+
+    def _watch_links(self, begun: Begin, store: Store, first: str) -> None:
+        """Hold connections to other hosts of an attempt: to the first at its address `first`, unless it gives another."""
+        addresses: dict[int, tuple[str, int]] = {}
+        for place in partners(begun.hosts.index(self._node), len(begun.hosts)):
+            address, _, port = store.get(f"link/{place}").decode().rpartition(" ")
+            addresses[begun.hosts[place]] = (address or first, int(port))
+        self._links.watch(addresses)
 
     def _connect(self, begun: Begin) -> tuple[str, str, Store] | None:
         """Return the first host's address, this host's, and the store; None where another attempt has begun instead."""

@@ -29,6 +29,7 @@ from shoal.launch.console import Remote
 from shoal.launch.cores import restrict
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan, check_target
+from shoal.launch.links import HostLinks
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, signals_held
 from shoal.launch.outbox import Outbox
 from shoal.launch.protocol import (
@@ -244,10 +245,11 @@ def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, guardia
         from shoal.launch.meeting import ClusterRendezvous
 
     os.environ[VISIBLE_DEVICES] = ",".join(map(str, slots))
-    rendezvous = ClusterRendezvous(job, node, plan.rendezvous)
-    link.serve(rendezvous)
-    local = replace(plan, ranks=len(slots), nodes=(len(job.hosts), len(job.hosts)))
-    return launch(local, guardian, Remote(link.outbox, lambda: rendezvous.attempt), rendezvous)
+    with HostLinks(job.quiet, link.outbox.send) as links:
+        rendezvous = ClusterRendezvous(job, node, plan.rendezvous, links)
+        link.serve(rendezvous)
+        local = replace(plan, ranks=len(slots), nodes=(len(job.hosts), len(job.hosts)))
+        return launch(local, guardian, Remote(link.outbox, lambda: rendezvous.attempt), rendezvous)
 
 
 if __name__ == "__main__":

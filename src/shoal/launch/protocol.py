@@ -36,6 +36,7 @@ __all__ = [
     "Signal",
     "Status",
     "Time",
+    "Unreached",
     "answer",
 ]
 
@@ -129,6 +130,13 @@ class Measured:
     rate: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreached:
+    """The numbers of the hosts that a host had connections to and no longer reaches; empty once it reaches all again."""
+
+    hosts: list[int]
+
+
 # To a host
 
 
@@ -182,10 +190,10 @@ class Measure:
 
 
 Down = Serve | Begin | Signal | Beat | AskTime | Listen | Measure
-Message = Down | Hello | Listening | Output | Report | Status | HostProblem | Exited | Time | Measured
+Message = Down | Hello | Listening | Output | Report | Status | HostProblem | Exited | Time | Measured | Unreached
 CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (
     Serve, Begin, Signal, Beat, AskTime, Listen, Measure, Hello, Listening, Output, Report, Status, HostProblem, Exited,
-    Time, Measured)}
+    Time, Measured, Unreached)}
 
 
 class Channel:

@@ -130,8 +130,8 @@ class FailureBoard:
         if not self.closed and late and len(late) <= _PEERS:
             names = f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))}"
             logger.warning(
-                "rank %d has waited %.0f s for %s (%s), which %s did not begin, and waits in no call of Shoal. That rank is "
-                "slow, or has ended: where data ends sooner on some ranks, put the loop within `with engine.join():`",
+                "rank %d has waited %.0f s for %s (%s), which %s did not begin, or could not say so. Such a rank is slow, "
+                "has ended, or is cut off: where data ends sooner on some ranks, put the loop within `with engine.join():`",
                 self._rank, seconds, awaited.what, self._named, names)
 
     def _wait_records(self, awaited: Awaited) -> dict[int, WaitRecord]:
