@@ -52,5 +52,5 @@ def test_a_vault_larger_than_memory_ends_the_job_before_its_first_step(start, sc
     assert "Traceback" not in err
     (line,) = (line for line in err.splitlines() if line.startswith("VaultTooLarge: "))
     assert ":/dev/shm has 6" in line
-    assert " MB free, and copies need 108.1 MB of memory on this node (2 generations, and the next). Another `every` " in line
-    assert "enlarge /dev/shm (mount -o remount,size=SIZE /dev/shm; docker run --shm-size SIZE), put less state on a n" in line
+    assert " MB free, and copies need 108.1 MB of memory on this node (2 generations, and the next). Another `every`" in line
+    assert "enlarge /dev/shm (mount -o remount,size=SIZE /dev/shm; docker run --shm-size SIZE), put less state on a" in line

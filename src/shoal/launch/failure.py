@@ -23,7 +23,7 @@ __all__ = ["REPORT", "REPORTS", "Failure", "describe", "first", "read", "status_
 REPORT = "failure.txt"
 """The file in the folder of logs that has the last failure."""
 REPORTS = "failure*.txt"
-"""That file and those of nodes that were started by hand, which have one each."""
+"""That file, those of nodes that were started by hand, which have one each, and those that guardians left."""
 
 CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError",
                      "torch.distributed.DistStoreError", "torch._C._distributed_c10d.DistBackendError",
