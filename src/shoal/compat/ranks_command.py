@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.cluster.launchers import SSH_OPTIONS
-from shoal.launch.start_errors import explain
 
 __all__ = ["VISIBLE", "address_of", "command", "device_count", "exports", "exports_file", "run", "variables",
            "visible_devices"]
@@ -78,8 +77,9 @@ def address_of(host: str, ssh_port: int | None, *, here: bool) -> str:
                            f"{error.strerror}; give --master_addr") from None
     found = [word for word in done.stdout.split() if re.fullmatch(r"\d+(\.\d+){3}", word)]
     if done.returncode or not found:
+        said = done.stderr.strip().splitlines()[-1:] or ["it has no IPv4 address"]
         raise RuntimeError(f"--no_ssh: the address of {host}, the first host, cannot be looked up by `hostname -I` there: "
-                           f"{explain(done.stderr.splitlines()) or 'it has no IPv4 address'}; give --master_addr")
+                           f"{said[0]}; give --master_addr")
     return found[0]
 
 

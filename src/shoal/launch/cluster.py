@@ -268,7 +268,7 @@ class _JobMonitor:
         self.grace = grace
         self.failures: list[Failure] = []
         self._pages: dict[str, str] = {}
-        """What `shoal doctor` would show of each host whose ranks failed last, by the host."""
+        """The page of each host whose ranks failed last, by the name of the host."""
         self.problems: list[str] = []
         self.deadline = float("inf")
         """When hosts that have not ended are given up."""

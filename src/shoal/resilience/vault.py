@@ -79,7 +79,7 @@ class Vault:
         self._nodes = Nodes.named(ranks.gather_objects(f"{socket.gethostname()}:{folder}"))
         self._writer: Writer | None = None
         self._size: VaultBytes | None = None
-        """What this node is to have room for; None before `reserve` and after `release`."""
+        """The memory that this node is to have room for; None before `reserve` and after `release`."""
 
     def reserve(self, own: int, coming: int) -> None:
         """Check that every node has room for the generations, and log what they cost, unless that was logged before.
