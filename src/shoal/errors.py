@@ -20,6 +20,7 @@
     │   └── GuardRewind        they are: the job is to restart from its last copy
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
+    │   └── VaultTooLarge      a node has no room for copies in memory
     ├── TierError              state on disk could not be read or written
     └── LaunchError            ranks could not be started, or one of them failed
         └── HostsError         a hostfile, filter or list of hosts is wrong (a ValueError too)
@@ -108,6 +109,10 @@ class LossScaleError(ShoalError, RuntimeError):
 
 class CheckpointError(ShoalError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class VaultTooLarge(CheckpointError):
+    """A node has no room for copies of the state in memory, nor would it after a restart."""
 
 
 class TierError(ShoalError, RuntimeError):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import queue
 import subprocess
-from dataclasses import asdict
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,10 @@ from shoal.cluster import hostfile
 from shoal.cluster.hostfile import Host
 from shoal.cluster.launchers import LAUNCHERS, Start, find, refuse_nested
 from shoal.errors import HostsError, LaunchError
-from shoal.launch import facts
+from shoal.launch import check_cluster, facts
 from shoal.launch.addresses import own_addresses
 from shoal.launch.cli import main
-from shoal.launch.cluster import Cluster, run_job
+from shoal.launch.cluster import Cluster, Node, run_job
 from shoal.launch.console import Terminal
 from shoal.launch.facts import Facts
 from shoal.launch.job import ClusterJob
@@ -25,10 +28,13 @@ from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.links import HostLinks
 from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.protocol import Exited, Hello, HostProblem
+from shoal.launch.selection import Selection
 from shoal.launch.start_errors import explain
-from shoal.launch.starting import ErrorLine, HostEvent, Starter
+from shoal.launch.starting import Closed, ErrorLine, HostEvent, Starter
 from shoal.launch.streams import RankStreams
 
+PLAN = LaunchPlan(kind="script", target="x.py", args=(), ranks=1, nodes=(1, 1), rendezvous=None, hosts_rendezvous=None,
+                  job="j", max_restarts=0, log_dir=None, bind_cores=False, grace=0.0)
 HOSTS = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2))]
 
 
@@ -120,13 +126,91 @@ def test_lines_that_end_in_cr_lf_are_read_and_named(capfd: pytest.CaptureFixture
 
 
 def test_a_dry_run_shows_hosts_variables_and_commands_without_values(
-        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NCCL_X", "hidden")
+    program(tmp_path, monkeypatch, "pdsh", "")
     assert main(["run", "--hosts", "a:0,1@b:3", "--launcher", "pdsh", "--dry-run", "--env", "Y=z", __file__, "a b"]) == 0
     shown = capsys.readouterr().out
     assert "3 ranks, started by pdsh" in shown and "slots 3            rank 2" in shown
     assert "NCCL_X" in shown and "hidden" not in shown and "$ pdsh -S -f 1024 -R ssh -w a,b 'exec " in shown
     assert f"each rank runs: python {__file__} 'a b'" in shown
+
+
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    """Put a program first on the path that prints `said`."""
+    (folder / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_dry_run_refuses_what_a_run_would(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(["run", "--hosts", "a:0", "--setup", "/no/such", "--dry-run", "nosuch.py"]) == 2
+    shown = capsys.readouterr()
+    assert "1 host, 1 rank, started by ssh" in shown.out, "the plan is shown all the same"
+    first, second = shown.err.splitlines()
+    assert first.startswith("shoal run: no script 'nosuch.py' in ")
+    assert second == "--setup /no/such: it cannot be read here; give a script that every host has"
+    program(tmp_path, monkeypatch, "mpiexec.hydra", "HYDRA build details")
+    monkeypatch.setenv("PMI_RANK", "3")
+    assert main(["run", "--hosts", "a:0", "--launcher", "mpich", "--dry-run", __file__]) == 2
+    assert "--launcher mpich, first host a: PMI_RANK=3 is set, so this process is itself" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["run", "--hosts", "a:0", "--launcher", "pdsh", "--dry-run", __file__]) == 2
+    assert "--launcher pdsh: there is no `pdsh` of it on this machine; apt-get" in capsys.readouterr().err
+
+
+def examined_cluster(found: dict[str, dict[str, object]], folder: str) -> Cluster:
+    """Return the cluster of an examination: hosts with these facts beside those of here; one without any does not start."""
+    job = ClusterJob(secret="", hosts=tuple(Host(name=name, slots=(0,)) for name in found), environment={}, folder=folder,
+                     plan=None, least=len(found), quiet=60.0)
+    starter = Starter(LAUNCHERS["ssh"], [], {}, None)
+    starter.start = lambda job: None  # type: ignore[method-assign]
+    for number, (name, facts_there) in enumerate(found.items()):
+        if facts_there:
+            hello = Hello(node=number, host=name, pid=1, facts={**asdict(facts.gather(folder)), **facts_there})
+            starter.events.put(HostEvent(node=number, message=hello))
+        else:
+            starter.events.put(HostEvent(node=number, message=ErrorLine(text=f"ssh: Could not resolve hostname {name}")))
+            starter.events.put(HostEvent(node=number, message=Closed()))
+    return Cluster(starter, job, "ssh")
+
+
+def test_an_examination_shows_hosts_beside_one_that_is_bad(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = examined_cluster({"a": {"torch": "1.0"}, "b": {}, "c": {"disk": 0}}, str(tmp_path))
+
+    @contextmanager
+    def give(selection: Selection, plan: object) -> Generator[Cluster]:
+        yield made
+
+    def examine(cluster: Cluster, node: Node, other: Node, seconds: float) -> check_cluster._Examined:
+        assert "b" not in (node.name, other.name)
+        return check_cluster._Examined(offset=0.0, rate=0.0 if node.name == "c" else 1e9)
+
+    monkeypatch.setattr(Selection, "cluster", give)
+    monkeypatch.setattr(check_cluster, "_examine", examine)
+    assert main(["check-cluster", "--hosts", "a:0@b:0@c:0"]) == 1
+    shown = capsys.readouterr().out
+    lines = shown[shown.index("└"):].splitlines()[1:]
+    here = facts.gather(str(tmp_path)).torch
+    assert lines == [
+        "b: no such host; correct the name, or add it to ~/.ssh/config (ssh: Could not resolve hostname b)",
+        f"a: torch is 1.0, and {here} here; install torch {here} there, in {sys.executable}",
+        "c: the disk of the working folder has 0 MiB free; make room for checkpoints",
+        "c: a cannot be reached from it; let the hosts connect to each other", "4 faults"]
+    rows = {row.split()[1]: row for row in shown.splitlines() if row.startswith("│")}
+    assert list(rows) == ["a", "b", "c"] and " 1.0 " in rows["a"] and "GiB" not in rows["b"]
+
+
+def test_a_run_warns_of_what_its_hosts_lack(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster = examined_cluster({"a": {"shared_memory": 0, "clock": 0.0}}, str(tmp_path))
+    cluster.job = replace(cluster.job, plan=PLAN)
+    with cluster:
+        pass
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("shoal run: a: the clock is -") and "set it by NTP" in first
+    assert second.startswith("shoal run: a: /dev/shm has 0 MiB free, and needs 64; free it, or mount it larger")
 
 
 def test_filters_and_counts_keep_the_order_of_the_hosts() -> None:
@@ -185,7 +269,7 @@ def test_variables_of_another_job_are_refused() -> None:
 
 def test_what_hosts_say_before_all_have_started_is_heard(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in "ab"), environment={},
-                     folder=str(tmp_path), plan=None, least=2, quiet=20.0)
+                     folder=str(tmp_path), plan=PLAN, least=2, quiet=20.0)
     starter = Starter(LAUNCHERS["ssh"], [], {}, None)
     for node, name in enumerate("ab"):
         hello = Hello(node=node, host=name, pid=1, facts=asdict(facts.gather(str(tmp_path))))
@@ -198,7 +282,7 @@ def test_what_hosts_say_before_all_have_started_is_heard(capfd: pytest.CaptureFi
 
 def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -> None:
     job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in ("b", "bb")), environment={},
-                     folder=str(tmp_path), plan=None, least=2, quiet=20.0)
+                     folder=str(tmp_path), plan=PLAN, least=2, quiet=20.0)
     starter = Starter(LAUNCHERS["mpich"], [], {}, None)
     hello = Hello(node=0, host="b", pid=1, facts=asdict(facts.gather(str(tmp_path))))
     for node, message in ((None, ErrorLine(text="bb: Warning: a herring")), (None, ErrorLine(

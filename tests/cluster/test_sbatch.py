@@ -98,10 +98,30 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_it_starts_again(slurm, tmp_p
     (["--ranks", "1", "--output", "/no/such", __file__], "--output /no/such: cannot be written: No such file or directory"),
     (["--ranks", "1", "--resume-args", "'", __file__], "--resume-args: got \"'\": No closing quotation; quote its words"),
     (["--ranks", "1", "no-such.py"], "no script 'no-such.py' in "),
+    (["--ranks", "1", "--time", "zzz", __file__], "--time: got 'zzz'; write MINUTES, MINUTES:SECONDS, HOURS:MINUTES"),
+    (["--ranks", "1", "--time", "1:2:3:4", __file__], "--time: got '1:2:3:4'; write MINUTES, "),
+    (["--ranks", "1", "--time", "1-", __file__], "--time: got '1-'; write MINUTES, "),
+    (["--ranks", "1", "--time", "", __file__], "--time: got ''; write MINUTES, "),
+    (["--ranks", "1", "--time", "0:30", __file__], "--time: got 0:30, which is 30 s, with --grace 90: Slurm sends the "
+     "signal 120 s before the limit, or up to 60 s earlier, so that each start would end at once, without end; give more"),
+    (["--ranks", "1", "--time", "1-0:1", "--grace", "86400", __file__], "--time: got 1-0:1, which is 86460 s, with "),
+    (["--ranks", "1", "--run-args", "--ranks 0", __file__], "--run-args: --ranks: got '0'; choose a whole number"),
+    (["--ranks", "1", "--run-args=--no-such", __file__], "--run-args: unrecognized arguments: --no-such"),
+    (["--ranks", "1", "--run-args", "x.py", __file__], "--run-args: got 'x.py', which is no option of `shoal run`"),
+    (["--ranks", "1", "--run-args", "--env X", __file__], "--run-args: --env: got 'X'; write NAME=VALUE"),
+    (["--ranks", "1", "--run-args=--max-restarts", __file__], "--run-args: argument --max-restarts: invalid int value: "),
 ])  # fmt: skip
 def test_a_script_that_cannot_be_is_refused(capsys, words, message):
     assert main(["sbatch", *words]) == 2
     assert f"shoal sbatch: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["0", "4", "3:01", "4:00:00", "1-0", "1-0:0", "1-0:0:0", "00:03:01"])
+def test_the_limits_of_slurm_are_written_as_they_are(capsys, limit):
+    assert main(["sbatch", "--ranks", "1", "--time", limit, "--run-args=--max-restarts 2", __file__]) == 0
+    shown = capsys.readouterr().out
+    assert f"#SBATCH --time={limit}\n" in shown
+    assert " --grace 90 --max-restarts 2 " in shown
 
 
 def test_a_module_is_started_as_one(capsys):

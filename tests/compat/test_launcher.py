@@ -190,6 +190,27 @@ def test_each_node_is_started_by_hand_with_no_ssh(monkeypatch: pytest.MonkeyPatc
     assert found[:6] == ["--ranks", "1", "--max-restarts", "100", "--port", "29511"]
 
 
+def test_the_address_of_the_first_node_is_looked_up(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    for name, text in (("ssh", 'echo "$@" >&2; echo "fe80::1 10.0.0.7 10.0.0.8"'), ("hostname", "echo 10.0.0.7")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} \"$@\" > {tmp_path}/asked\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    words = f"-H {tmp_path}/hosts --no_ssh --master_port 1 --ssh_port 22 --node_rank"
+    found, _ = command_of(monkeypatch, f"{words} 1 train.py")
+    assert found[4:6] == ["--rendezvous", "10.0.0.7:1"]
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith("ssh -T -o BatchMode=yes ") and asked.endswith(" -p 22 a hostname -I\n")
+    assert "--ssh_port: has no effect" not in capsys.readouterr().err
+    found, _ = command_of(monkeypatch, f"{words} 0 train.py")
+    assert found[4:6] == ["--rendezvous", "10.0.0.7:1"]
+    assert (tmp_path / "asked").read_text() == "hostname -I\n"
+    (tmp_path / "ssh").write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname a' >&2; exit 255\n")
+    with pytest.raises(RuntimeError, match=r"the address of a, the first host, .* there: ssh: Could not resolve hostname a; give --master_addr"):
+        command_of(monkeypatch, f"{words} 1 train.py")
+
+
 @pytest.mark.parametrize(("nodes", "given"), [
     ("", ["--nodes", "1:3"]), ("--min_elastic_nodes 2", ["--nodes", "2:3"]), ("--min_elastic_nodes 3", []),
     ("--min_elastic_nodes 2 --max_elastic_nodes 2", ["--nodes", "2"]),
@@ -201,6 +222,9 @@ def test_an_elastic_job_goes_on_with_fewer_hosts(monkeypatch, tmp_path: Path, no
     before = ["--max-restarts", "100", "--hosts", "a:0@b:0@c:0", "--launcher", "pdsh"]
     assert found[:len(before) + len(given)] == [*before, *given]
     assert ("--nodes" in found) is bool(given)
+    (tmp_path / "pdsh").write_text("#!/bin/sh\n")
+    (tmp_path / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(ranks_command, "run", lambda words, **options: cli.main([*words[3:4], "--dry-run", *words[4:]]))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # which it exports
     runner.main([*words.split()[:-1], __file__])  # `shoal run` takes it

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,7 +76,7 @@ def test_doctor_shows_phases_waits_and_stacks_of_a_live_job(run, script, capsys,
     assert main(["doctor", "herring", "--no-stacks"]) == 0
     assert "stacks of" not in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"there are .*herring"):
-        doctor._find("mackerel")
+        doctor._only("mackerel", doctor._matching("mackerel"))
     launch.kill()
 
 
@@ -90,6 +93,69 @@ def test_doctor_reads_the_report_that_a_failed_job_left(run, script, tmp_path, c
     code, _, _ = run("--ranks", "1", "--log-dir", str(logs), script("print('herring')")).end()
     assert code == 0
     assert main(["doctor", str(logs)]) == 2, "the job that failed is not the last one with these logs"
+
+
+def test_doctor_reads_the_page_that_the_guardian_of_a_killed_launcher_left(run, script, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    launch = run("--ranks", "2", "--log-dir", str(logs), script(WAIT))
+    for rank in range(2):
+        while not (said := (logs / f"rank{rank}.out")).exists() or not said.read_text():
+            launch.read(1)
+    os.kill(launch.pid, signal.SIGKILL)
+    launch.wait_until_gone()
+    assert main(["doctor", str(logs)]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"---- the process {launch.pid} of `shoal run` on {socket.gethostname()} was killed, and its ")
+    assert f"; agent {launch.pid} has ended\ncommand: {tmp_path}/script.py\nhost " in page
+    assert [line.split()[3:5] for line in page.splitlines() if line.split()[:1] in (["0"], ["1"])] == [
+        ["3", "backward"], ["3", "between"]], page
+    assert "torch " in page
+    assert not list(Path("/dev/shm").glob(f"shoal-*-{launch.pid}-*"))
+
+
+def test_a_failed_host_sends_its_page_to_the_logs_of_the_launcher(run, script, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    target = script(WAIT.replace("def lurk():", "if engine.global_rank: raise ValueError('no such herring')\ndef lurk():"))
+    code, _, err = run("--hosts", f"{socket.gethostname()}:0@localhost:0", "--log-dir", str(logs), target).end()
+    assert code == 1
+    assert "rank 1 of 2 failed: ValueError: no such herring" in err
+    assert "command: " not in err
+    assert main(["doctor", str(logs)]) == 0
+    report, _, page = capsys.readouterr().out.partition("\n\njob ")
+    assert "ValueError: no such herring" in report
+    assert page.startswith("shoal, attempt 1 of 1, for ")
+    assert "torch " in page and " MB free in " in page
+    assert [line.split()[0] for line in page.splitlines() if " ended " in line] == ["1"]
+
+
+def test_a_host_whose_launcher_is_killed_leaves_its_page(run, script, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    launch = run("--hosts", "localhost:0,1", "--log-dir", str(logs), script(WAIT))
+    for rank in range(2):
+        while not (said := (logs / f"rank{rank}.out")).exists() or not said.read_text():
+            launch.read(1)
+    os.kill(launch.pid, signal.SIGKILL)
+    launch.wait_until_gone()
+    assert main(["doctor", str(logs)]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"---- {socket.gethostname()} has lost the launcher, which was killed, stopped or cut off, a")
+    assert [line.split()[2:5] for line in page.splitlines() if line.split()[:1] in (["0"], ["1"])] == [
+        ["ended", "3", "backward"], ["ended", "3", "between"]], page
+
+
+def test_a_folder_does_not_hide_the_job_of_its_name(tmp_path, capsys, monkeypatch):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    record = JobRecord(job="herring", agent=os.getpid(), attempt=0, attempts=1, began=0.0, command=["x.py"], ranks=[],
+                       pids=[], error_files=[])
+    monkeypatch.setattr(doctor, "jobs", lambda: {memory: record})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "herring").mkdir()
+    (tmp_path / "herring" / REPORT).write_text("the report of another job")
+    assert main(["doctor", "herring"]) == 0
+    assert capsys.readouterr().out.startswith("job herring, attempt 1 of 1, for ")
+    assert main(["doctor", "./herring"]) == 0
+    assert capsys.readouterr().out == "the report of another job\n"
 
 
 def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):

@@ -1,4 +1,8 @@
-"""The launcher restarts a job that its guard sends back, and ends one that it gives up."""
+"""The launcher restarts a job that its guard sends back, and ends one that no restart helps."""
+
+import sys
+
+import pytest
 
 TRAIN = """
 import torch, shoal
@@ -24,3 +28,29 @@ def test_a_job_that_its_guard_gives_up_is_replayed_once_and_then_ends(run, scrip
     assert "GuardError: step " in last
     assert "the loss is nan, as before it was replayed" in last
     assert "Warning" not in err.replace("WARNING", "")
+
+
+LARGE = """
+import torch, shoal
+
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "resilience": {"vault": {"every": 5}}}
+engine, *_ = shoal.initialize(model=torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3))), config=config)
+print("herring")
+"""
+
+
+def test_a_vault_larger_than_memory_ends_the_job_before_its_first_step(start, script):
+    small = 'mount -t tmpfs -o size=60M none /dev/shm && exec "$@"'
+    launch = start("unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "-m", "shoal", "run", "--ranks", "2",
+                   "--max-restarts", "3", "--no-spares", script(LARGE))
+    code, out, err = launch.end()
+    if "unshare failed" in err or "mount: " in err:
+        pytest.skip(f"needs a mount namespace: {err.strip()}")
+    assert (code, out) == (1, "")
+    assert "INFO: resilience.vault: 108.1 MB on a node (2 generations, and the next) of memory, a copy every 5 steps" in err
+    assert "attempt 2" not in err
+    assert "Traceback" not in err
+    (line,) = (line for line in err.splitlines() if line.startswith("VaultTooLarge: "))
+    assert ":/dev/shm has 6" in line
+    assert " MB free, and copies need 108.1 MB of memory on this node (2 generations, and the next). Another `every`" in line
+    assert "enlarge /dev/shm (mount -o remount,size=SIZE /dev/shm; docker run --shm-size SIZE), put less state on a" in line

@@ -107,6 +107,8 @@ def test_the_configuration_keeps_the_global_batch(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
+    ({"elasticity": {**SMALL, "micro_batch_sizes": []}}, r"sizes: got \[\]; give a list with at least 1 of them"),
+    ({"elasticity": {**SMALL, "micro_batch_sizes": "24"}}, 'sizes: got "24"; give a list, such as \\[2, 4\\]'),
     ({"elasticity": {**SMALL, "max_gpus": 2}}, "3 data ranks cannot share a batch of 12"),
     ({"elasticity": SMALL, "train_batch_size": 24}, "train_batch_size: got 24, and elasticity gives 12"),
     ({"elasticity": {"enabled": True}}, "elasticity.max_train_batch_size: missing"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
+import socket
 from collections import namedtuple
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ import shoal
 from shoal.checkpoint import tags, verify
 from shoal.checkpoint.memory_file import FilePool
 from shoal.engine.schema import Config
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import ConfigError, VaultTooLarge
 from shoal.recording.page import PAGES
 from shoal.resilience import vault
 from shoal.testing import RankFailed, run_ranks
@@ -275,30 +279,111 @@ def test_a_copy_without_room_is_logged_and_later_ones_are_made(tmp_path: Path) -
         assert failed, (rank, warnings)
 
 
-def in_no_room(memory: str, limit: str) -> str:
+def in_no_room(memory: str, limit: str) -> tuple[str, list[str]]:
+    """Build an engine where 1,000 bytes are free; return the error, and the log."""
     if limit == "file system":
         vault.shutil.disk_usage = lambda path: namedtuple("usage", "free")(1000)  # type: ignore
     else:  # of a container, which counts the pages of /dev/shm too
         vault.memory_left = lambda: 1000  # type: ignore
+    with logged() as lines, pytest.raises(VaultTooLarge) as raised:
+        build(memory, every=1_000_000)
+    return str(raised.value), lines
+
+
+@contextmanager
+def logged() -> Generator[list[str]]:
+    """Collect what Shoal logs meanwhile."""
+    lines: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
     try:
-        train(memory, "/nonexistent", 3, 2)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+        yield lines
+    finally:
+        logging.getLogger("shoal").removeHandler(handler)
+
+
+def build(memory: str, every: int, stage: int = 2, optimizer: str = "Adam") -> Any:
+    """Return an engine over 90 weights, as in an attempt whose agent owns `memory`."""
+    os.environ[PAGES] = memory
+    os.makedirs(memory, exist_ok=True)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": optimizer, "params": {"lr": 0.1}},
+              "zero_optimization": {"stage": stage}, "resilience": {"vault": {"every": every}}}
+    return shoal.initialize(model=nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 1, bias=False)), config=config)[0]
 
 
 @pytest.mark.parametrize("limit", ["file system", "control group"])
-def test_a_vault_larger_than_memory_is_refused_before_anything_is_copied(limit: str, tmp_path: Path) -> None:
-    for message in run_ranks(2, in_no_room, str(tmp_path), limit):
-        assert message.startswith("resilience.vault: needs 0.0 MB on a node (2 generations, ")
-        assert "remove resilience.vault and save checkpoints" in message
+def test_a_vault_larger_than_memory_is_refused_before_the_first_step(limit: str, tmp_path: Path) -> None:
+    for rank, (message, lines) in enumerate(run_ranks(2, in_no_room, str(tmp_path), limit)):
+        assert message.startswith(f"resilience.vault: {socket.gethostname()}"), message
+        assert f" has {0.0:.1f} MB free, and copies need {0.0:.1f} MB of memory on this node (2 generations, " in message
+        assert "Another `every` needs as much, and fewer generations cannot be chosen: " in message
+        remedy = f"enlarge {tmp_path.parent} (" if limit == "file system" else "give the machine or the container more mem"
+        assert remedy in message
+        assert message.endswith(", put less state on a node (more nodes, a smaller model), or remove resilience.vault and "
+                                "save checkpoints")
+        assert not list(tmp_path.glob("vault*/step*"))
+        assert [line[:32] for line in lines] == (["resilience.vault: 0.0 MB on a no"] if rank == 0 else [])
 
 
-def test_the_first_copy_says_what_it_needs_and_what_is_not_covered(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, train, str(tmp_path), "/nonexistent", 5, 2)
-    (shown,) = [text for text in found["warnings"] if text.startswith("resilience.vault: ")]
+def sizes_of_copies(memory: str, stage: int, optimizer: str) -> tuple[int, int, int]:
+    """Return the bytes that this node reserves at the start and after a load, and those of the tensors of a generation."""
+    engine = build(memory, 1, stage, optimizer)
+    needed = [engine.checkpointer._vault._size.needed]
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    engine.step()
+    engine.save_checkpoint(f"{memory}/disk")
+    engine.load_checkpoint(f"{memory}/disk")
+    needed.append(engine.checkpointer._vault._size.needed)
+    engine.destroy()
+    assert engine.checkpointer._vault._size is None
+    torch.distributed.barrier()
+    (generation,) = Path(memory, "vault0").glob("step1")
+    return needed[0], needed[1], sum(map(bytes_of_tensors, generation.glob("*.safetensors")))
+
+
+def bytes_of_tensors(path: Path) -> int:
+    """Return the bytes of the tensors of a file, without numbers and random states."""
+    data = path.read_bytes()
+    header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()
+               if not name.startswith(("__metadata__", "private/", "scalar.", "number.")))
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "Adam"), (3, "Adam"), (2, "SGD"), (1, "Lamb")])
+def test_what_a_copy_needs_is_known_before_the_first_step(stage: int, optimizer: str, tmp_path: Path) -> None:
+    for first, loaded, tensors in run_ranks(2, sizes_of_copies, str(tmp_path), stage, optimizer):
+        assert first == 3 * tensors
+        assert first <= loaded <= first + 3 * 2 * 3 * 8, "the step counts of three parameters come on top"
+
+
+def in_room_for_one(memory: str) -> str:
+    """Build two engines where there is room for the copies of one; return the error of the second."""
+    first = build(memory, 1)
+    needed = first.checkpointer._vault._size.needed
+    vault.shutil.disk_usage = lambda path: namedtuple("usage", "free")(needed * 3 // 2)  # type: ignore
+    with pytest.raises(VaultTooLarge) as raised:
+        build(memory, 1)
+    first.destroy()
+    build(memory, 1)
+    return str(raised.value)
+
+
+def test_two_engines_share_the_room_until_one_is_destroyed(tmp_path: Path) -> None:
+    assert " (2 generations, and the next, of 2 engines). " in run_ranks(2, in_room_for_one, str(tmp_path))[0]
+
+
+def test_the_start_says_what_copies_need_and_what_is_not_covered(tmp_path: Path) -> None:
+    ((_, lines),) = run_ranks(1, shown_at_the_start, str(tmp_path))
+    (shown,) = [text for text in lines if text.startswith("resilience.vault: ")]
     assert shown.startswith("resilience.vault: 0.0 MB on a node (2 generations, and the next) of memory, a copy every 2 ")
     assert shown.endswith("All ranks are on one node: to survive its loss, save checkpoints elsewhere")
+
+
+def shown_at_the_start(memory: str) -> tuple[None, list[str]]:
+    with logged() as lines:
+        engine = build(memory, 2)
+        engine.load_checkpoint("/nonexistent")
+    return None, lines
 
 
 def without_agent() -> list[str]:

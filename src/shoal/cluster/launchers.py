@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shoal.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Launcher", "Start", "find", "refuse_nested"]
+__all__ = ["LAUNCHERS", "SSH_OPTIONS", "Launcher", "Start", "find", "refuse_nested"]
 
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o",
                "ServerAliveCountMax=4")

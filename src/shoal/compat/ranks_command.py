@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["VISIBLE", "command", "device_count", "exports", "exports_file", "run", "variables", "visible_devices"]
+from shoal.cluster.launchers import SSH_OPTIONS
+
+__all__ = ["VISIBLE", "address_of", "command", "device_count", "exports", "exports_file", "run", "variables",
+           "visible_devices"]
 
 PR_SET_PDEATHSIG = 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -58,6 +61,26 @@ def exports(prefixes: Sequence[str], folders: Sequence[str], file_name: str,
                         raise ValueError(f"{file}: got the line {name!r}; write NAME=VALUE")
                     found[name] = value
     return found
+
+
+def address_of(host: str, ssh_port: int | None, *, here: bool) -> str:
+    """Return the first IPv4 address that `hostname -I` tells on a host: `here`, or over ssh.
+
+    Raises RuntimeError where it tells none.
+    """
+    port = [] if ssh_port is None else ["-p", str(ssh_port)]
+    ask = ["hostname", "-I"] if here else ["ssh", *SSH_OPTIONS, *port, host, "hostname -I"]
+    try:
+        done = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RuntimeError(f"--no_ssh: the address of {host}, the first host, cannot be looked up: {ask[0]}: "
+                           f"{error.strerror}; give --master_addr") from None
+    found = [word for word in done.stdout.split() if re.fullmatch(r"\d+(\.\d+){3}", word)]
+    if done.returncode or not found:
+        said = done.stderr.strip().splitlines()[-1:] or ["it has no IPv4 address"]
+        raise RuntimeError(f"--no_ssh: the address of {host}, the first host, cannot be looked up by `hostname -I` there: "
+                           f"{said[0]}; give --master_addr")
+    return found[0]
 
 
 def device_count() -> int:

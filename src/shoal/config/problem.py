@@ -80,6 +80,12 @@ _ALLOWED = {
     "greater_than": "give a number greater than {gt:g}",
     "greater_than_equal": "give a number of at least {ge:g}",
     "less_than_equal": "give a number of at most {le:g}",
+    "less_than": "give a number less than {lt:g}",
+    "int_from_float": "give a whole number",
+    "list_type": "give a list, such as [2, 4]",
+    "tuple_type": "give a list, such as [2, 4]",
+    "too_short": "give a list with at least {min_length} of them",
+    "too_long": "give a list with at most {max_length} of them",
     "mapping_type": "give a JSON object",
     "dict_type": "give a JSON object",
 }

@@ -195,6 +195,7 @@ class BaseEngine(Accessors, nn.Module):
         """Attach the objects of the training loop.
 
         `client_optimizer` is the optimizer that `initialize` was given; `optimizer_calls` answer the calls to `optimizer`.
+        Raises `VaultTooLarge` on every rank where memory has no room for copies.
         """
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, loader
         self.client_optimizer, self.optimizer_calls = client_optimizer, optimizer_calls
@@ -202,6 +203,8 @@ class BaseEngine(Accessors, nn.Module):
             optimizer.set_owner(optimizer_calls)
         if self.guard is not None and self.sharded is not None:
             self.step_judge = StepJudge(self.guard, self.sharded, loader)
+        if self.sharded is not None:
+            self.checkpointer.reserve(self._training_objects())
 
     # Passes
 
@@ -345,6 +348,7 @@ class BaseEngine(Accessors, nn.Module):
         loaded = self.checkpointer.load(
             self._training_objects(), load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
             schedule_states=load_lr_scheduler_states, module_only=load_module_only)
+        self.checkpointer.reserve(self._training_objects())  # a checkpoint may have state that no step would have made
         if self.step_judge is not None:
             self.step_judge.leave_samples_out(self.training_dataloader)
         self.end_call()
@@ -465,7 +469,7 @@ class BaseEngine(Accessors, nn.Module):
                            "step_in_backward): some weights have taken it, on this rank or another, and others have not; "
                            "call engine.step() before destroy", self.global_rank)
         try:
-            self.checkpointer.wait_for_copy()
+            self.checkpointer.end_copies()
             self.wait_for_checkpoint()
             if self.settings.comms_logger.enabled:
                 comm.log_summary()

@@ -32,6 +32,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.training_state import (
     PUBLISHED,
+    coming_moments,
     compression_to_save,
     group_names,
     moments_to_load,
@@ -137,12 +138,23 @@ class Checkpointer:
         if away:
             pending.wait()
 
+    def reserve(self, training: TrainingObjects) -> None:
+        """Check that memory has room for the copies of `training`, if there is a vault; a collective call.
+
+        Raises `VaultTooLarge` on every rank where a node has not.
+        """
+        if self._vault is None or training.optimizer is None:
+            return
+        coming = coming_moments(training.optimizer)
+        pieces = self._pieces(training, "initialize", exclude_frozen=False)
+        self._vault.reserve(sum(piece.data.nbytes for piece in pieces) + coming.saved, coming.in_memory)
+
     def copy_to_vault(self, training: TrainingObjects) -> None:
         """Copy `training` to the vault, if there is one and a copy is due; every rank calls it after each step.
 
         The first step after a load removes the copies of later steps, with which the training does not go on.
 
-        A copy that fails is logged, and training goes on. Raises `CheckpointError` at the first copy if memory has no room.
+        A copy that fails is logged, and training goes on.
         """
         step = training.progress.global_steps
         if self._vault is None:
@@ -160,7 +172,7 @@ class Checkpointer:
             return
         self._vault.wait_for_others()
         pieces = self._pieces(training, "step", exclude_frozen=False)
-        writer = self._vault.writer(pieces)
+        writer = self._vault.writer()
         away = _is_away(pieces)
         with _copy_may_fail():
             writer.wait()  # for the last copy: whether it failed or not, every rank begins this one
@@ -198,6 +210,12 @@ class Checkpointer:
         """Wait until the copy to the vault that is under way has ended, however it does."""
         if self._vault is not None:
             self._vault.wait_until_ended()
+
+    def end_copies(self) -> None:
+        """Wait as `wait_for_copy` does, and keep no room for further copies: the engine takes no more steps."""
+        self.wait_for_copy()
+        if self._vault is not None:
+            self._vault.release()
 
     def load(self, training: TrainingObjects, load_dir: str | Path, tag: str | int | None, *, strict: bool,
              optimizer_states: bool, schedule_states: bool, module_only: bool) -> tuple[str | None, dict[str, Any] | None]:

@@ -28,6 +28,7 @@ from shoal.checkpoint import Piece, Snapshot
 from shoal.engine.buffer_sync import is_array
 from shoal.errors import CheckpointError
 from shoal.mesh.tensor_slice import TensorSlice
+from shoal.optim.elementwise import count_moments
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.optim.views import MasterView
 from shoal.tier import ResidentSpan, Span, fetched
@@ -76,6 +77,31 @@ def moments_to_save(model: ShardedModel, optimizer: ShardedOptimizer) -> Iterato
     for view, kind, value in optimizer.views.states(optimizer.optimizer):
         for part in view.parts if view.unit.replica_group.is_first_copy else ():
             yield from _moment(view, part, kind, value, model.tensor_slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComingMoments:
+    """The bytes of this rank's optimizer state that the first step allocates."""
+
+    saved: int
+    """Those that this rank saves."""
+    in_memory: int
+    """Those that host memory holds."""
+
+
+def coming_moments(optimizer: ShardedOptimizer) -> ComingMoments:
+    """Measure the state that views without state get at their first step, except for scalars."""
+    inner = optimizer.optimizer
+    views = [view for view in optimizer.views.views if not inner.state.get(view.parameter)]
+    moments = count_moments(type(inner), inner.defaults) if views else 0
+    saved = in_memory = 0
+    for view in views:
+        size = moments * view.parameter.dtype.itemsize
+        if view.unit.replica_group.is_first_copy:
+            saved += size * sum(len(_saved_elements(view, part)) for part in view.parts)
+        if view.parameter.device.type == "cpu" and view.unit.state.store.granule is None:
+            in_memory += size * view.parameter.numel()
+    return ComingMoments(saved=saved, in_memory=in_memory)
 
 
 class MomentSource(Protocol):
@@ -206,9 +232,9 @@ def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts
     """Yield the piece of a slot's state that this rank saves; the rank of the first element saves a scalar."""
     unit = view.unit
     slot = unit.layout.slots[part.slot]
-    own = unit.saved_range
-    start, stop = max(slot.start + part.start, own.start), min(slot.start + part.stop, own.stop)
-    if start >= stop:
+    elements = _saved_elements(view, part)
+    start, stop = elements.start, elements.stop
+    if not elements:
         return
     if isinstance(value, Tensor) and value.dim():
         at = start - unit.master_range.start
@@ -218,6 +244,12 @@ def _moment(view: MasterView, part: Part, kind: str, value: Tensor | float, cuts
         prefix, scalar = (SCALAR, value) if isinstance(value, Tensor) else (
             NUMBER, torch.tensor(value, dtype=torch.float64, device="cpu"))
         yield Piece(name=f"{prefix}{kind}/{slot.name}", shape=(), start=0, stop=1, data=scalar.reshape(1))
+
+
+def _saved_elements(view: MasterView, part: Part) -> range:
+    """Return the elements of the unit's layout that this rank saves of a part of a view."""
+    first, own = view.unit.layout.slots[part.slot].start, view.unit.saved_range
+    return range(max(first + part.start, own.start), min(first + part.stop, own.stop))
 
 
 def _state_dtype(view: MasterView, saved: torch.dtype) -> torch.dtype:

@@ -32,10 +32,10 @@ from shoal.errors import LaunchError
 from shoal.launch import cores, failure, rank
 from shoal.launch.clocks import Clocks
 from shoal.launch.console import Console, counted
-from shoal.launch.doctor import page_of
+from shoal.launch.doctor import last_page
 from shoal.launch.failure import REPORT, Failure
 from shoal.launch.heartbeats import Heartbeats
-from shoal.launch.job_record import JobRecord, read_record, write_record
+from shoal.launch.job_record import JobRecord, write_record
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.orphans import Guardian, exit_on_signals, memory_folder
@@ -446,12 +446,10 @@ class Agent(LocalElasticAgent):
             note = (f"restarting all ranks: attempt {self._attempt + 2} of {self.plan.max_restarts + 1}"
                     if self._remaining_restarts > 0 else "")
             ranks = self._worker_group.workers[0].world_size
-            self.console.report(self.failures, ranks, note)
-            record = read_record(Path(self._memory))
+            page = last_page(Path(self._memory))
+            self.console.report(self.failures, ranks, note, page)
             if self.plan.log_dir is not None and self._cluster is None:
-                page, node = "", self._worker_group.group_rank
-                with suppress(OSError):  # of a working folder that is gone, for example: the report comes without the page
-                    page = page_of(Path(self._memory), record, with_stacks=False) if record is not None else page
+                node = self._worker_group.group_rank
                 path = Path(self.plan.log_dir, REPORT if self.plan.nodes == (1, 1) else f"failure.node{node}.txt")
                 try:
                     path.write_text(f"{failure.describe(self.failures, ranks, note)}\n\n{page}\n", encoding="utf-8",

@@ -1,12 +1,13 @@
 """`shoal check-cluster` examines the hosts of a job as `shoal run` would start them, and says what is wrong with each.
 
-Shown are versions, cores, memory, free /dev/shm and disk, the clock beside this one, and the rate from each host to the
-next.
+A host that does not start, or has other versions, is a fault like others: the rest are examined all the same. Shown are
+versions, cores, memory, free /dev/shm and disk, the clock beside this one, and the rate from each host to the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import time
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class _Examined:
     offset: float
     """Its clock minus this one, in seconds."""
     rate: float | None
-    """Bytes a second to the next host; None for a single host."""
+    """Bytes a second to the next host that runs; None where there is no other."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,22 +66,34 @@ def main(args: argparse.Namespace) -> int:
     exit_on_signals()
     nodes = None if args.nodes is None else (args.nodes, args.nodes)
     chosen = selection.select(args, nodes=nodes, ranks=args.ranks, variables={})
+    here, wrong = facts.gather(os.getcwd()), list[str]()
     with chosen.cluster(None) as cluster, cluster:
-        examined = [_examine(cluster, number, args.seconds) for number in range(len(cluster.nodes))]
+        found: dict[str, _Examined] = {}
+        running = [node for node in cluster.nodes if not node.lost]
+        for number, node in enumerate(running):
+            try:
+                found[node.name] = _examine(cluster, node, running[(number + 1) % len(running)], args.seconds)
+            except LaunchError as error:
+                wrong.append(str(error))
         cluster.send(Signal(number=signal.SIGTERM))
-    _show(cluster, examined)
-    wrong = [fault for node, found in zip(cluster.nodes, examined, strict=True) if node.facts is not None
-             for fault in facts.faults(node.name, node.facts, offset=found.offset)]
-    wrong += [f"{node.name}: {_next(cluster, number).name} cannot be reached from it; let the hosts connect to each other"
-              for number, (node, found) in enumerate(zip(cluster.nodes, examined, strict=True)) if found.rate == 0]
+        wrong += [f"{node.name}: {node.lost}" for node in cluster.nodes if node.lost]
+    _show(cluster, found)
+    for number, node in enumerate(running):
+        if node.facts is not None and (examined := found.get(node.name)) is not None:
+            wrong += facts.disagreements(node.name, node.facts, here)
+            wrong += facts.faults(node.name, node.facts, offset=examined.offset)
+            if examined.rate == 0:
+                wrong.append(f"{node.name}: {running[(number + 1) % len(running)].name} cannot be reached from it; let the "
+                             "hosts connect to each other")
+    wrong = list(dict.fromkeys(wrong))
     for fault in wrong:
         print(fault)
     print(f"{counted(len(cluster.nodes), 'host')} can run a job" if not wrong else counted(len(wrong), "fault"))
     return int(bool(wrong))
 
 
-def _examine(cluster: Cluster, number: int, seconds: float) -> _Examined:
-    node = cluster.nodes[number]
+def _examine(cluster: Cluster, node: Node, other: Node, seconds: float) -> _Examined:
+    """Measure a host, and its link to the `other`. Raises `LaunchError` where one of the two does not answer."""
     answers: list[tuple[float, float]] = []
     for _ in range(ASKED):
         start = time.time()
@@ -88,14 +101,10 @@ def _examine(cluster: Cluster, number: int, seconds: float) -> _Examined:
         end = time.time()
         answers.append((end - start, answer.now - (start + end) / 2))
     rate = None
-    if len(cluster.nodes) > 1:
-        where = _ask(cluster, _next(cluster, number), Listen(), Listening)
+    if other is not node:
+        where = _ask(cluster, other, Listen(), Listening)
         rate = _ask(cluster, node, Measure(port=where.port, addresses=where.addresses, seconds=seconds), Measured).rate
     return _Examined(offset=min(answers)[1], rate=rate)
-
-
-def _next(cluster: Cluster, number: int) -> Node:
-    return cluster.nodes[(number + 1) % len(cluster.nodes)]
 
 
 def _ask(cluster: Cluster, node: Node, question: Down, kind: type[T]) -> T:
@@ -108,14 +117,16 @@ def _ask(cluster: Cluster, node: Node, question: Down, kind: type[T]) -> T:
     raise LaunchError(f"{node.name}: {node.lost or f'no answer within {ANSWER:g} s; is it overloaded?'}")
 
 
-def _show(cluster: Cluster, examined: list[_Examined]) -> None:
+def _show(cluster: Cluster, found: dict[str, _Examined]) -> None:
+    """Print a row for each host; what is not known of one stays empty."""
     table = Table("host", "Python", "torch", "Shoal", "cores", "memory", "/dev/shm free", "disk free", "clock",
                   "to the next")
-    for node, found in zip(cluster.nodes, examined, strict=True):
-        if (has := node.facts) is not None:
-            table.add_row(node.name, has.python, has.torch, has.shoal, str(has.cores), _size(has.memory),
-                          _size(has.shared_memory), _size(has.disk), f"{found.offset * 1000:+.1f} ms",
-                          "" if found.rate is None else f"{_size(found.rate)}/s")
+    for node in cluster.nodes:
+        has, examined = node.facts, found.get(node.name)
+        table.add_row(node.name, *([] if has is None else [
+            has.python, has.torch, has.shoal, str(has.cores), _size(has.memory), _size(has.shared_memory), _size(has.disk),
+            "" if examined is None else f"{examined.offset * 1000:+.1f} ms",
+            "" if examined is None or examined.rate is None else f"{_size(examined.rate)}/s"]))
     Console(width=140).print(table)
 
 

@@ -241,6 +241,9 @@ class Cluster:
                 for node in self.nodes:
                     if node.facts is None:
                         node.lost = node.lost or self._reason(node) or f"it did not start within {START:g} s"
+        self._early.extend(early)
+        if self.job.plan is None:  # an examination tells what is wrong with each host
+            return
         problems = [f"{node.name}: {node.lost}" for node in self.nodes if node.lost]
         if problems and len(self.nodes) - len(problems) >= self.job.least:
             for problem in problems:
@@ -250,9 +253,10 @@ class Cluster:
         for node in self.nodes:
             if node.facts is not None and not node.lost:
                 problems.extend(facts.disagreements(node.name, node.facts, here))
+                for fault in facts.faults(node.name, node.facts, offset=node.offset):
+                    self._tell(f"shoal run: {fault}")
         if problems:
             raise LaunchError("\n".join(dict.fromkeys(problems)))
-        self._early.extend(early)
 
 
 class _JobMonitor:
@@ -269,6 +273,8 @@ class _JobMonitor:
         self.terminal = terminal
         self.grace = grace
         self.failures: list[Failure] = []
+        self._pages: dict[str, str] = {}
+        """The page of each host whose ranks failed last, by the name of the host."""
         self.problems: list[str] = []
         self.deadline = float("inf")
         """When hosts that have not ended are given up."""
@@ -309,6 +315,7 @@ class _JobMonitor:
                 self._links.report(self.cluster.nodes.index(node), hosts)
             case Report():
                 failures = [replace(each, host=node.name, time=each.time - node.offset) for each in message.read()]
+                self._pages[node.name] = message.page
                 if message.note:
                     self._report([failure.describe(failures, message.ranks, message.note)])
                     if message.attempt == self._attempt and self._serving is None:  # the first to tell of its end
@@ -382,7 +389,8 @@ class _JobMonitor:
         for line in lines:
             self.terminal.status(line)
         if lines:
-            self.terminal.leave_report("\n".join(lines))
+            self.terminal.leave_report("\n\n".join(["\n".join(lines), *filter(None, self._pages.values())]))
+        self._pages.clear()
 
     def finish(self) -> int:
         """Report, and return the exit code of the job."""

@@ -51,8 +51,8 @@ class Console(Protocol):
         """Tell the user."""
         ...
 
-    def report(self, failures: list[Failure], ranks: int, note: str) -> None:
-        """Tell of failed ranks."""
+    def report(self, failures: list[Failure], ranks: int, note: str, page: str) -> None:
+        """Tell of failed ranks; `page` is what `shoal doctor` would show of their host."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -102,8 +102,8 @@ class Terminal:
         """Write to stderr."""
         self._printer.put("", "err", f"{text}\n".encode(errors="backslashreplace"))
 
-    def report(self, failures: list[Failure], ranks: int, note: str) -> None:
-        """Write the report to stderr."""
+    def report(self, failures: list[Failure], ranks: int, note: str, page: str) -> None:
+        """Write the report to stderr, without the page."""
         self.status(failure.describe(failures, ranks, note))
 
     def leave_report(self, text: str) -> None:
@@ -138,9 +138,9 @@ class Remote:
         """Send a message for the user."""
         self._outbox.send(Status(text=text))
 
-    def report(self, failures: list[Failure], ranks: int, note: str) -> None:
-        """Send failures."""
-        self._outbox.send(Report.of(failures, ranks, note, self._attempt()))
+    def report(self, failures: list[Failure], ranks: int, note: str, page: str) -> None:
+        """Send failures, and the page of this host."""
+        self._outbox.send(Report.of(failures, ranks, note, attempt=self._attempt(), page=page))
 
     def wait(self, seconds: float) -> None:
         """Wait until all has left, at most so long."""

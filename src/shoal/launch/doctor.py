@@ -2,7 +2,7 @@
 
 It reads the pages of the ranks and /proc. Only for stacks it asks a rank: by py-spy where that is installed, else by the
 signal at which `rank.py` dumps them, which a script does not notice. Of a job that has ended it shows the report that the
-agent left in the folder of its logs (`shoal run --log-dir`).
+agent left in the folder of its logs (`shoal run --log-dir`), or the guardian of an agent that was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.recording.page import Reading, read
 from shoal.resilience.processes import Process, process
 from shoal.version import __version__
 
-__all__ = ["add_arguments", "jobs", "main", "page_of"]
+__all__ = ["add_arguments", "jobs", "last_page", "leave_page", "main", "page_of"]
 
 VAULT = "vault*/*"
 
@@ -35,17 +35,18 @@ VAULT = "vault*/*"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal doctor`."""
     parser.add_argument("target", nargs="?", metavar="JOB|PID|FOLDER",
-                        help="the name of a job, the process of its agent or of a rank, or the folder of its logs; default: "
-                             "the only job on this host")
+                        help="the name of a job, the process of its agent or of a rank, or the folder of its logs (write "
+                             "./NAME where a job has that name too); default: the only job on this host")
     parser.add_argument("--stacks", action=argparse.BooleanOptionalAction, default=True, help="show the stacks of the ranks")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the page; return 0. Raises `UsageError` where there is no such job, with those that there are."""
-    if args.target and os.path.isdir(args.target):
+    found = _matching(args.target)
+    if not found and args.target and os.path.isdir(args.target):
         print(_report(Path(args.target)))
         return 0
-    folder, record = _find(args.target)
+    folder, record = _only(args.target, found)
     try:
         page = page_of(folder, record, with_stacks=args.stacks)
     except FileNotFoundError:
@@ -64,6 +65,24 @@ def jobs() -> dict[Path, JobRecord]:
     root = Path(memory_folder("")).parent
     found = {folder: read_record(folder) for folder in sorted(root.glob("shoal-*")) if not is_abandoned(folder)}
     return {folder: record for folder, record in found.items() if record is not None}
+
+
+def last_page(folder: Path) -> str:
+    """Return the page without stacks of an attempt that ends; empty where its record or the working folder is gone."""
+    record = read_record(folder)
+    with suppress(OSError):
+        return "" if record is None else page_of(folder, record, with_stacks=False)
+    return ""
+
+
+def leave_page(log_dir: str, mark: str, cause: str) -> None:
+    """Write the page of the launch `mark`, with what ended it, into the folder of its logs; nothing if there is none here.
+
+    A report that is there already stays.
+    """
+    text = f"---- {cause}\n\n{last_page(Path(memory_folder(mark)))}\n"
+    with suppress(OSError):
+        Path(log_dir, f"failure.{mark}.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def page_of(folder: Path, record: JobRecord, *, with_stacks: bool) -> str:
@@ -139,16 +158,20 @@ def _report(folder: Path) -> str:
     reports = sorted(folder.glob(REPORTS), key=os.path.getmtime)  # the cause is likely to be the first
     if not reports:
         raise UsageError(f"{folder}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or "
-                         "its launcher was killed before it could leave a report; give the name or a process of a job that "
+                         "its launcher was killed together with its guardian; give the name or a process of a job that "
                          f"runs: {_known()}")
     return "\n".join(report.read_text(encoding="utf-8") for report in reports)
 
 
-def _find(target: str | None) -> tuple[Path, JobRecord]:
-    """Return the job that a name or a process means; None: the only one."""
+def _matching(target: str | None) -> list[tuple[Path, JobRecord]]:
+    """Return the jobs on this host that a name or a process means; None: all."""
     pid = int(target) if target is not None and target.isdecimal() else None
-    found = [(folder, record) for folder, record in jobs().items()
-             if target in (None, record.job, folder.name) or pid in (record.agent, *record.pids)]
+    return [(folder, record) for folder, record in jobs().items()
+            if target in (None, record.job, folder.name) or pid in (record.agent, *record.pids)]
+
+
+def _only(target: str | None, found: list[tuple[Path, JobRecord]]) -> tuple[Path, JobRecord]:
+    """Return the one job that `target` means. Raises `UsageError` where that is none or several."""
     match found:
         case [one]:
             return one

@@ -23,15 +23,15 @@ __all__ = ["REPORT", "REPORTS", "Failure", "describe", "first", "read", "status_
 REPORT = "failure.txt"
 """The file in the folder of logs that has the last failure."""
 REPORTS = "failure*.txt"
-"""That file and those of nodes that were started by hand, which have one each."""
+"""That file, those of nodes that were started by hand, which have one each, and those that guardians left."""
 
 CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError",
                      "torch.distributed.DistStoreError", "torch._C._distributed_c10d.DistBackendError",
                      "builtins.ConnectionError", "shoal.errors.CollectiveFailed", "shoal.errors.CollectiveTimeout",
                      "shoal.errors.StageFailed")
 CONNECTION_ERROR_TEXTS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-FINAL_ERROR = "shoal.errors.GuardError"
-"""The error after which no restart follows; that of its subclass asks for one."""
+FINAL_ERRORS = ("shoal.errors.GuardError", "shoal.errors.VaultTooLarge")
+"""The errors after which no restart follows; those of their subclasses ask for one."""
 WIDTH = 100
 
 
@@ -65,7 +65,7 @@ class Failure:
     @property
     def final(self) -> bool:
         """Whether a restart would come to the same failure."""
-        return self.kinds[:1] == (FINAL_ERROR,)
+        return bool(self.kinds) and self.kinds[0] in FINAL_ERRORS
 
     @property
     def ending(self) -> str:
@@ -126,7 +126,9 @@ def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
     lines = [_truncate(f"---- rank {cause.rank} of {ranks} failed: {cause.headline} ").ljust(WIDTH, "-"),
              f"host {cause.host}, rank {cause.rank}, local rank {cause.local_rank}, pid {cause.pid}, "
              f"{cause.ending}"]
-    if cause.text:
+    if cause.final:
+        lines.append(cause.summary)  # which says all: no line of the script is at fault
+    elif cause.text:
         lines.append(cause.text.rstrip())
     elif cause.status == -signal.SIGKILL and not cause.summary:  # one that the agent killed has its reason
         lines.append("SIGKILL often means that the machine ran out of memory; see the kernel log.")

@@ -6,15 +6,16 @@ import argparse
 import importlib.machinery
 import os
 import shutil
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
 
-__all__ = ["MODES", "LaunchPlan", "add_program", "check_target"]
+__all__ = ["MODES", "LaunchPlan", "add_program", "check_target", "page_of_killed"]
 
 MODES = ("auto", "restart", "report", "off")
 """The fates of a rank that is stopped or hung; `auto` is `restart` where restarts are allowed, else `report`."""
@@ -55,6 +56,19 @@ class LaunchPlan:
     """Whether an interpreter waits that forks the ranks of a restart."""
     core_list: tuple[int, ...] = ()
     """The cores that the ranks of a node share; empty: all that this process may use."""
+
+
+def page_of_killed(plan: LaunchPlan | None, mark: str) -> Callable[[], None]:
+    """Return what a guardian calls where this process, of the launch `mark`, is killed: it leaves a page beside the logs."""
+    killed = f"the process {os.getpid()} of `shoal run` on {socket.gethostname()} was killed, and its ranks ended with it"
+
+    def leave() -> None:
+        if plan is not None and plan.log_dir is not None:
+            from shoal.launch.doctor import leave_page  # here: it loads torch, which a launch does later
+
+            leave_page(plan.log_dir, mark, killed)
+
+    return leave
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:

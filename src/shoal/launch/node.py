@@ -28,7 +28,7 @@ from shoal.launch.addresses import connect, own_addresses
 from shoal.launch.console import Remote
 from shoal.launch.cores import restrict
 from shoal.launch.job import ClusterJob
-from shoal.launch.launch_plan import LaunchPlan, check_target
+from shoal.launch.launch_plan import LaunchPlan, check_target, page_of_killed
 from shoal.launch.links import HostLinks
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, signals_held
 from shoal.launch.outbox import Outbox
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-node-")
     try:
-        with Guardian(mark, folder) as guardian:
+        with Guardian(mark, folder, page_of_killed(job.plan, mark)) as guardian:
             os.environ[MARK] = mark
             link = Link(_channel(job), job, node)
             link.start()
@@ -99,6 +99,11 @@ def _serve(link: Link, job: ClusterJob, node: int, guardian: Guardian) -> None:
     except BaseException:
         link.outbox.send(HostProblem(text=traceback.format_exc()))
     finally:
+        if link.is_cut_off and job.plan is not None and job.plan.log_dir is not None:
+            from shoal.launch.doctor import leave_page  # here: it loads torch, as the ranks' agent has
+
+            leave_page(job.plan.log_dir, guardian.mark, f"{socket.gethostname()} has lost the launcher, which was killed, "
+                                                        "stopped or cut off, and has ended its ranks")
         link.outbox.send(Exited(code=code))
         link.outbox.wait(job.quiet)  # a launcher that takes nothing for so long is gone
         link.finished()
@@ -117,6 +122,8 @@ class Link:
         self._over = threading.Event()
         self._heard = time.monotonic()
         self._ending = False
+        self.is_cut_off = False
+        """Whether the launcher is gone without having told this host to end."""
 
     def start(self) -> None:
         """Introduce this host, and begin to listen."""
@@ -154,7 +161,7 @@ class Link:
                     self.outbox.send(Measured(rate=measuring.send(message.addresses, message.port, message.seconds)))
                 case _:
                     pass
-        self._end(signal.SIGTERM)
+        self._cut_off()
 
     def _serve(self, rendezvous: ClusterRendezvous) -> None:
         while True:
@@ -190,8 +197,12 @@ class Link:
             if looked - self._heard > self._job.quiet and not self._ending:
                 self.outbox.give_up()
                 self.outbox.send(Status(text=f"nothing came from the launcher for {self._job.quiet:g} s: the ranks end"))
-                self._end(signal.SIGTERM)
+                self._cut_off()
 
+    def _cut_off(self) -> None:
+        """End the ranks, because the launcher is gone."""
+        self.is_cut_off = not (self._ending or self._over.is_set())
+        self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
         """Signal the agent, in the main thread; kill this process if that does not end it."""

@@ -180,14 +180,15 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 class Guardian:
     """Makes the folder in memory; a child process that sweeps, and removes it and `folder`, if this process ends without
-    leaving the context.
+    leaving the context. Before it removes them it calls `leave_word`.
 
     Enter the context before any thread starts, because it forks.
     """
 
-    def __init__(self, mark: str, folder: str) -> None:
+    def __init__(self, mark: str, folder: str, leave_word: Callable[[], None] = lambda: None) -> None:
         self.mark = mark
         self.folder = folder
+        self._leave_word = leave_word
         self.pid = 0
         self._pipe = -1
         self._lock = -1
@@ -232,7 +233,10 @@ class Guardian:
                 os.dup2(null, stream)
             if not os.read(read_end, 1):
                 sweep(self.mark, 0)
-                for folder in (self.folder, memory_folder(self.mark)):
-                    shutil.rmtree(folder, ignore_errors=True)
+                try:
+                    self._leave_word()
+                finally:
+                    for folder in (self.folder, memory_folder(self.mark)):
+                        shutil.rmtree(folder, ignore_errors=True)
         finally:
             os._exit(0)

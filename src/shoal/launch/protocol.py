@@ -83,11 +83,13 @@ class Report:
     """The next act; empty where the failure ends the job."""
     attempt: int
     """The number of the attempt that failed."""
+    page: str = ""
+    """The page of the host, as `shoal doctor` shows it."""
 
     @classmethod
-    def of(cls, failures: list[Failure], ranks: int, note: str, attempt: int) -> Report:
+    def of(cls, failures: list[Failure], ranks: int, note: str, *, attempt: int, page: str = "") -> Report:
         """Return the report of these failures."""
-        return cls(failures=[asdict(each) for each in failures], ranks=ranks, note=note, attempt=attempt)
+        return cls(failures=[asdict(each) for each in failures], ranks=ranks, note=note, attempt=attempt, page=page)
 
     def read(self) -> list[Failure]:
         """Return the failures."""

@@ -14,11 +14,11 @@ import shutil
 import socket
 import tempfile
 
-from shoal.errors import UsageError
+from shoal.errors import LaunchError, UsageError
 from shoal.launch import cluster, selection
 from shoal.launch.console import Terminal, counted
 from shoal.launch.cores import parse_cpu_list, restrict
-from shoal.launch.launch_plan import MODES, LaunchPlan, add_program, check_target
+from shoal.launch.launch_plan import MODES, LaunchPlan, add_program, check_target, page_of_killed
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams, signals_held
 
 __all__ = ["add_arguments", "main"]
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, metavar="PORT",
                         help="MASTER_PORT on a single node (default: a free one)")
     parser.add_argument("--core-list", metavar="LIST", help="the cores that the ranks of a node share, such as 0-7,16")
-    parser.add_argument("--dry-run", action="store_true", help="show what would be started, and start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="show what would start, and whether it could")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable for all ranks")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS",
                         help="time to finish after Ctrl-C or SIGTERM before ranks are killed (default 30)")
@@ -86,7 +86,7 @@ def _run_here(plan: LaunchPlan, variables: dict[str, str], terminal: Terminal) -
     mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = tempfile.mkdtemp(prefix="shoal-run-")
     try:
-        with Guardian(mark, folder) as guardian:  # before anything is shown, which starts a thread
+        with Guardian(mark, folder, page_of_killed(plan, mark)) as guardian:  # before any thread starts
             os.environ.update({**variables, MARK: mark})
             restrict(plan.core_list)
             with signals_held():
@@ -106,6 +106,8 @@ def _run_on_hosts(args: argparse.Namespace, plan: LaunchPlan) -> int:
                               variables=read_variables(args.env))
     if args.dry_run:
         print(chosen.describe(_program(plan)))
+        if problems := chosen.problems(plan):
+            raise LaunchError("\n".join(problems))
         return 0
     with Terminal(plan.log_dir) as terminal, chosen.cluster(plan, terminal.status) as started:
         return cluster.run_job(started, terminal, plan.grace)

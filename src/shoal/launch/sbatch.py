@@ -15,8 +15,10 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from shoal.errors import LaunchError, UsageError
+from shoal.launch import run
 from shoal.launch.launch_plan import add_program
 from shoal.launch.selection import split_words
 
@@ -24,6 +26,11 @@ __all__ = ["add_arguments", "main", "script"]
 
 MARGIN = 30
 """Seconds beyond the grace period between the signal and the time limit."""
+EARLY = 60
+"""Seconds by which Slurm may send the signal too early (its manual on `--signal`)."""
+TIME = re.compile(r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?"
+                  r"|(?P<m>\d+)(?::(?P<s>\d+))?|(?P<H>\d+):(?P<M>\d+):(?P<S>\d+))")
+"""The forms of a time limit in Slurm's manual of sbatch."""
 
 TEMPLATE = """#!/bin/bash
 {directives}
@@ -89,6 +96,8 @@ def main(args: argparse.Namespace) -> int:
             ("--directive", each) for each in args.directive)):
         if "\n" in value:
             raise UsageError(f"{option}: got {value!r}; a directive is one line")
+    _check_time(args)
+    _check_run_args(args)
     if not args.module and not Path(args.script).exists():
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
     text = script(args)
@@ -111,12 +120,55 @@ def script(args: argparse.Namespace) -> str:
                   "--no-requeue" if args.no_requeue else "--requeue"]
     directives += [f"--time={_quoted(args.time)}"] if args.time else []
     directives += args.directive
-    command = [sys.executable, "-m", "shoal", "run", "--launcher", "slurm", "--ranks", str(args.ranks), "--grace",
-               str(args.grace), *split_words("--run-args", args.run_args), *(["--module"] if args.module else []),
-               args.script, *args.args]
+    command = [sys.executable, "-m", "shoal", "run", *_run_words(args)]
     return TEMPLATE.format(directives="\n".join(f"#SBATCH {each}" for each in directives), command=shlex.join(command),
                            resume=shlex.join(split_words("--resume-args", args.resume_args)),
                            requeue="" if args.no_requeue else REQUEUE)
+
+
+def _run_words(args: argparse.Namespace) -> list[str]:
+    """Return the words of `shoal run`."""
+    return ["--launcher", "slurm", "--ranks", str(args.ranks), "--grace", str(args.grace),
+            *split_words("--run-args", args.run_args), *(["--module"] if args.module else []), args.script, *args.args]
+
+
+def _check_time(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for a limit that is none, or that would begin with the signal at which the ranks end."""
+    if args.time is None:
+        return
+    found = TIME.fullmatch(args.time)
+    if found is None:
+        raise UsageError(f"--time: got {args.time!r}; write MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
+                         "DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS, such as 4:00:00")
+    given = {unit: int(count or 0) for unit, count in found.groupdict().items()}
+    minutes = (given["days"] * 24 + given["hours"] + given["H"]) * 60 + given["minutes"] + given["m"] + given["M"]
+    limit = minutes * 60 + given["seconds"] + given["s"] + given["S"]
+    needed = args.grace + MARGIN + EARLY
+    if 0 < limit <= needed:  # 0 is no limit
+        raise UsageError(f"--time: got {args.time}, which is {limit} s, with --grace {args.grace}: Slurm sends the signal "
+                         f"{args.grace + MARGIN} s before the limit, or up to {EARLY} s earlier, so that each start would "
+                         f"end at once, without end; give more than {needed} s, or a smaller --grace")
+
+
+class _RunParser(argparse.ArgumentParser):
+    """The parser of `shoal run`; it raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"--run-args: {message}; give options of `shoal run`")
+
+
+def _check_run_args(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for words that `shoal run` would refuse, or take for SCRIPT, at every start of the job."""
+    parser = _RunParser(prog="shoal run", allow_abbrev=False, add_help=False)
+    run.add_arguments(parser)
+    parsed = parser.parse_args(_run_words(args))
+    if (parsed.script, parsed.args) != (args.script, args.args):
+        raise UsageError(f"--run-args: got {parsed.script!r}, which is no option of `shoal run`; words of SCRIPT follow it")
+    try:
+        run.read_plan(parsed)
+        run.read_variables(parsed.env)
+    except UsageError as error:
+        raise UsageError(f"--run-args: {error}" if args.run_args else str(error)) from None
 
 
 def _quoted(value: str) -> str:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from shoal.cluster import hostfile, launchers
@@ -25,7 +26,7 @@ from shoal.launch import bootstrap
 from shoal.launch.cluster import Cluster
 from shoal.launch.console import counted, numbered_ranks
 from shoal.launch.job import ClusterJob
-from shoal.launch.launch_plan import LaunchPlan
+from shoal.launch.launch_plan import LaunchPlan, check_target
 from shoal.launch.printing import print_status
 from shoal.launch.start_errors import explain
 from shoal.launch.starting import Starter
@@ -77,8 +78,7 @@ class Selection:
 
         `tell` gets what the user must know meanwhile.
         """
-        launchers.refuse_nested(self.launcher, os.environ, [host.name for host in self.hosts])
-        program = launchers.find(self.launcher, shutil.which, _version)
+        program = self._program()
         environment = dict(os.environ)
         if self.launcher.name == "pdsh":
             environment["PDSH_RCMD_TYPE"] = "ssh"
@@ -102,6 +102,23 @@ class Selection:
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
             starter = Starter(self.launcher, self.commands(program, str(file)), environment, file)
             yield Cluster(starter, job, self.launcher.name, tell)
+
+    def _program(self) -> str:
+        """Return the path of the launcher. Raises `LaunchError` where there is none, or it cannot start the job here."""
+        launchers.refuse_nested(self.launcher, os.environ, [host.name for host in self.hosts])
+        return launchers.find(self.launcher, shutil.which, _version)
+
+    def problems(self, plan: LaunchPlan) -> list[str]:
+        """Return what a start would be refused for, as far as this machine shows it: hosts have the same paths."""
+        found: list[str] = []
+        for check in (self._program, partial(check_target, plan)):
+            try:
+                check()
+            except LaunchError as error:
+                found.append(str(error))
+        if self.setup is not None and not os.access(self.setup, os.R_OK):
+            found.append(f"--setup {self.setup}: it cannot be read here; give a script that every host has")
+        return found
 
     def describe(self, what: str) -> str:
         """Return the plan: hosts, ranks, variables, and the commands that would run."""

@@ -12,18 +12,19 @@ generation whose step all vaults have, and begins no generation before the last 
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.checkpoint import LinkedStaging, Nodes, Ranks, SpreadSnapshot, Writer, tags
 from shoal.checkpoint.folder import files_here, load_index, locate
 from shoal.checkpoint.index import INDEX, parse
-from shoal.checkpoint.piece import Piece
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, VaultTooLarge
 from shoal.log import logger
 from shoal.tier.memory_left import memory_left
 from shoal.transport.collectives import Communicator
@@ -77,6 +78,29 @@ class Vault:
         self._ranks = ranks
         self._nodes = Nodes.named(ranks.gather_objects(f"{socket.gethostname()}:{folder}"))
         self._writer: Writer | None = None
+        self._size: VaultBytes | None = None
+        """The memory that this node is to have room for; None before `reserve` and after `release`."""
+
+    def reserve(self, own: int, coming: int) -> None:
+        """Check that every node has room for the generations, and log what they cost, unless that was logged before.
+
+        `own` are the bytes of this rank's part of one, `coming` those of its state in host memory that its first step
+        allocates. The other vaults of this process keep their room. A collective call.
+        Raises `VaultTooLarge` on every rank where a node has less.
+        """
+        size = self._measure(own)
+        if size != self._size:
+            self._log(size)
+        self._size = size
+        try:
+            self._check_room(coming)
+        except VaultTooLarge:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Keep no room for generations any longer: the engine takes no more steps."""
+        self._size = None
 
     def begin(self, step: int) -> bool:
         """Note that the engine takes steps, of which this process's first was `step`.
@@ -90,15 +114,12 @@ class Vault:
         """Whether the state after `step` steps is to be copied."""
         return step % self.every == 0
 
-    def writer(self, pieces: Sequence[Piece]) -> Writer:
-        """Return the writer of generations. A collective call; at the first one it checks that memory has room for `pieces`.
-
-        Raises `CheckpointError` on every rank where it has not.
-        """
+    def writer(self) -> Writer:
+        """Return the writer of generations. A collective call."""
         if self._writer is None:
             if self._nodes.is_first(self._ranks.rank):
                 shutil.rmtree(self._staged, ignore_errors=True)  # of ranks that have ended
-            self._check_room(self._measure(pieces))
+            self._ranks.gather_objects(None)  # no rank makes a file before those are gone
             rank = self._ranks.rank
             self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, LinkedStaging(self._staged / str(rank), rank))
         return self._writer
@@ -193,29 +214,18 @@ class Vault:
         """Return the folder of a generation on this node, which may be missing."""
         return locate(self.folder, generation.name) or self.folder / generation.name
 
-    def _measure(self, pieces: Sequence[Piece]) -> VaultBytes:
-        """Measure this node's bytes of a generation. A collective call."""
-        by_rank = self._ranks.gather_objects(sum((piece.stop - piece.start) * piece.data.dtype.itemsize for piece in pieces))
+    def _measure(self, own: int) -> VaultBytes:
+        """Measure this node's bytes of a generation, of which `own` are this rank's. A collective call."""
+        by_rank = self._ranks.gather_objects(own)
         nodes, node = self._nodes, self._nodes.of[self._ranks.rank]
         return VaultBytes(
             own=sum(by_rank[rank] for rank in nodes.ranks(node)),
             kept=sum(size for rank, size in enumerate(by_rank) if node in nodes.holders(rank) - {nodes.of[rank]}))
 
-    def _check_room(self, size: VaultBytes) -> None:
-        """Log the memory of the vault; raise `CheckpointError` on every rank if a node does not have it.
-
-        A collective call.
-        """
-        held = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())  # replaced one by one
-        room, left = shutil.disk_usage(self.folder).free, memory_left()  # of the container too, which counts /dev/shm
-        free = (room if left is None else min(room, left)) + held
-        by_rank = self._ranks.gather_objects((size.needed, free))
-        needed, free = max(by_rank, key=lambda each: each[0] - each[1])
+    def _log(self, size: VaultBytes) -> None:
+        """Log the memory and the traffic of this vault. A collective call."""
+        needed = max(self._ranks.gather_objects(size.needed))
         shown = f"{needed / 1e6:,.1f} MB on a node ({GENERATIONS} generations, and the next)"
-        if needed > free:
-            raise CheckpointError(f"resilience.vault: needs {shown}, and {free / 1e6:,.1f} MB of memory are free in "
-                                  f"{self.folder}; train on more nodes, enlarge /dev/shm, or remove resilience.vault and "
-                                  f"save checkpoints")
         if self._ranks.rank == 0 and self._nodes.count == 1:
             logger.info("resilience.vault: %s of memory, a copy every %d steps, nothing sent to other nodes. All ranks are "
                         "on one node: to survive its loss, save checkpoints elsewhere", shown, self.every)
@@ -223,6 +233,57 @@ class Vault:
             logger.info("resilience.vault: %s of memory, a copy every %d steps; each of the %d nodes sends its %.1f MB of a "
                         "copy to the next, so that one node can be lost", shown, self.every, self._nodes.count,
                         size.own / 1e6)
+
+    def _check_room(self, coming: int) -> None:
+        """Raise `VaultTooLarge` on every rank if a node has no room for all vaults. A collective call."""
+        vaults, nodes = {self, *self._others}, self._nodes
+        sizes = [vault._size.needed for vault in vaults if vault._size is not None]
+        held = _bytes_of_files(folder for vault in vaults for folder in (vault.folder, vault._staged))  # replaced one by one
+        by_rank = self._ranks.gather_objects(coming)
+        on_node = sum(by_rank[rank] for rank in nodes.ranks(nodes.of[self._ranks.rank]))
+        memory, left = self.folder.parent.parent, memory_left()  # of the container too, which counts /dev/shm
+        room = _Room(needed=sum(sizes), engines=len(sizes), free=shutil.disk_usage(self.folder.parent).free + held,
+                     where=f"{socket.gethostname()}:{memory}", of_machine=False)
+        if left is not None and left - on_node + held < room.free:
+            room = replace(room, free=max(0, left - on_node) + held, where=socket.gethostname(), of_machine=True)
+        worst = max(self._ranks.gather_objects(room), key=lambda each: each.needed - each.free)
+        if worst.needed > worst.free:
+            raise VaultTooLarge(worst.describe(memory))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """The memory of a node for the vaults of all engines."""
+
+    engines: int
+    needed: int
+    free: int
+    where: str
+    """The host, and the file system that limits it."""
+    of_machine: bool
+    """Whether the memory of the host, or of the container, is the limit, and not the file system."""
+
+    def describe(self, memory: Path) -> str:
+        """Return the error of a node that has too little; `memory` is the file system of the vaults."""
+        remedy = ("give the machine or the container more memory" if self.of_machine else
+                  f"enlarge {memory} (mount -o remount,size=SIZE {memory}; docker run --shm-size SIZE)")
+        size = f"{self.needed / 1e6:,.1f} MB of memory"
+        of_each = f"{GENERATIONS} generations, and the next" + (f", of {self.engines} engines" if self.engines > 1 else "")
+        return (f"resilience.vault: {self.where} has {self.free / 1e6:,.1f} MB free, and copies need {size} on this node "
+                f"({of_each}). Another `every` needs as much, and fewer generations cannot be "
+                f"chosen: {remedy}, put less state on a node (more nodes, a smaller model), or remove resilience.vault and "
+                f"save checkpoints")
+
+
+def _bytes_of_files(folders: Iterable[Path]) -> int:
+    """Return the bytes of the files in folders; a file with several names counts once. Files may go meanwhile."""
+    sizes: dict[int, int] = {}
+    for path, _, names in (each for folder in folders for each in os.walk(folder)):
+        for name in names:
+            with suppress(FileNotFoundError):
+                facts = os.stat(os.path.join(path, name))
+                sizes[facts.st_ino] = facts.st_size
+    return sum(sizes.values())
 
 
 def _found(folder: Path, after: int) -> dict[tuple[int, str, int], dict[str, bool]]:

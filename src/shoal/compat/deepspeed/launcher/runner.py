@@ -253,7 +253,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.module and options.no_python:
         raise ValueError("--module and --no_python: the script cannot be both a module and a program; drop one")
     resources = job_resources(options)
-    _warn_of_unused(options, hosts=resources.several and not options.no_ssh)
+    looked_up = options.no_ssh and len(resources.active) > 1 and not options.master_addr
+    _warn_of_unused(options, hosts=resources.several and not options.no_ssh, looked_up=looked_up)
     if options.autotuning:
         run_autotuning(options, resources.active)
     if options.no_ssh:
@@ -264,15 +265,19 @@ def _run(options: argparse.Namespace) -> None:
         _run_here(options, resources, 0)
 
 
-def _warn_of_unused(options: argparse.Namespace, *, hosts: bool) -> None:
-    """Warn of options that have no effect; `hosts` says whether this command starts the hosts of the job."""
+def _warn_of_unused(options: argparse.Namespace, *, hosts: bool, looked_up: bool) -> None:
+    """Warn of options that have no effect.
+
+    `hosts` says whether this command starts the hosts of the job, `looked_up` whether it asks the first for its address.
+    """
     elastic, far = options.elastic_training, "hosts that this command starts"
     for option, given, met, needs in (
             ("--bind_core_list", options.bind_core_list is not None, options.bind_cores_to_rank, "--bind_cores_to_rank"),
             ("--min_elastic_nodes", options.min_elastic_nodes >= 0, elastic, "--elastic_training"),
             ("--max_elastic_nodes", options.max_elastic_nodes >= 0, elastic, "--elastic_training"),
             ("--node_rank", options.node_rank >= 0, options.no_ssh, "--no_ssh"),
-            ("--launcher_args", options.launcher_args, hosts, far), ("--ssh_port", options.ssh_port, hosts, far),
+            ("--launcher_args", options.launcher_args, hosts, far),
+            ("--ssh_port", options.ssh_port, hosts or looked_up, far),
             ("--venv_script", options.venv_script, hosts, far)):
         if given and not met:
             logger.warning("%s: has no effect without %s", option, needs)
@@ -303,13 +308,12 @@ def _run_here(options: argparse.Namespace, resources: JobResources, node: int) -
     """Run the ranks of node `node` on this machine. With `--no_ssh` the user starts the others, and all meet."""
     hosts = list(resources.active)
     assert 0 <= node < len(hosts), f"--node_rank: got {node}; with --no_ssh give this node's number, 0 to {len(hosts) - 1}"
-    if len(hosts) > 1 and not options.master_addr:
-        raise NotSupportedYet("--no_ssh: the address of the first node is not looked up over ssh yet; give --master_addr")
     more = _elastic_words(options)
     fewest, most = _elastic_nodes(options, len(hosts))
     if len(hosts) > 1:
+        address = options.master_addr or ranks_command.address_of(hosts[0], options.ssh_port, here=node == 0)
         more += ["--nodes", str(most) if fewest == most else f"{fewest}:{most}",
-                 "--rendezvous", f"{options.master_addr}:{options.master_port}", "--node-rank", str(node)]
+                 "--rendezvous", f"{address}:{options.master_port}", "--node-rank", str(node)]
     elif options.master_port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         more += ["--port", str(options.master_port)]
     slots = resources.active[hosts[node]]
