@@ -126,24 +126,30 @@ def _fake() -> None:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
 
 
-def measured(scale: Scale, system: System, batches: Sequence[int] = BATCHES, steps: int = STEPS) -> Measured:
-    """Time `steps` steps of `system` at each of `batches`, as far as memory holds them."""
+def measured(scale: Scale, system: System, batches: Sequence[int] = BATCHES, steps: int = STEPS, *, warm: int = WARM,
+             looks: bool = True) -> Measured:
+    """Time `steps` steps of `system` after `warm` others at each of `batches`, as far as memory holds them.
+
+    With `looks` two more steps tell how long kernels ran, and how often the host waited.
+    """
     length, peak = (16 if scale.small else BLOCK), matmul_rate(scale)
     found: Measured = {"parameters": system.parameters}
     for batch in (1,) if scale.small else batches:
         x = torch.randint(256, (batch, length), device=scale.device)
         try:
-            found |= {f"{name} x{batch}": value for name, value in _steps(scale, system, x, peak, steps).items()}
+            start = time.perf_counter()
+            for _ in range(warm):
+                system.step(x)
+            synchronize(scale.device)
+            tell({**found, f"warm s x{batch}": time.perf_counter() - start})  # where the timed steps get no time
+            found |= {f"{name} x{batch}": value for name, value in _steps(scale, system, x, peak, steps, looks).items()}
         except torch.OutOfMemoryError:
             return {**found, f"x{batch}": "out of memory"}
         tell(found)
     return found
 
 
-def _steps(scale: Scale, system: System, x: Tensor, peak: float, steps: int) -> Measured:
-    for _ in range(WARM):
-        system.step(x)
-    synchronize(scale.device)
+def _steps(scale: Scale, system: System, x: Tensor, peak: float, steps: int, looks: bool) -> Measured:
     mallocs, seconds = _mallocs(scale), list[float]()
     for _ in range(steps):
         start = time.perf_counter()
@@ -155,7 +161,8 @@ def _steps(scale: Scale, system: System, x: Tensor, peak: float, steps: int) -> 
     found: Measured = {"ms": 1e3 * median, "tokens/s": x.numel() / median,
                        "mfu": system.flops * x.numel() / median / peak, "mallocs": mallocs / steps}
     if scale.device.type == "cuda":
-        found |= {"busy": _busy(system, x), "waits": _waits(system, x), "GiB": torch.cuda.max_memory_reserved() / 2**30}
+        found |= {"busy": _busy(system, x), "waits": _waits(system, x)} if looks else {}
+        found |= {"GiB": torch.cuda.max_memory_reserved() / 2**30}
     return found
 
 

@@ -7,7 +7,7 @@ lacks something, a function here says so in a warning or an error. Nothing falls
     which device    accelerator, device_count, current_device, set_current
     order of work   DeviceEvent, DeviceStream, new_stream, current_stream, stream_of_thread, follow, within, selected,
                     synchronize
-    memory          can_pin, registers_pages, lock_pages, empty_cache, memory_of
+    memory          kept_for_stream, can_pin, registers_pages, lock_pages, empty_cache, memory_of
     random numbers  rng_state, set_rng_state, manual_seed, forked_rng
     communication   default_backend, group_backends
 
@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial, wraps
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ __all__ = [
     "group_backends",
     "has_triton",
     "is_initialized",
+    "kept_for_stream",
     "lock_pages",
     "manual_seed",
     "memory_of",
@@ -301,6 +302,29 @@ def selected(device: torch.device) -> Generator[None]:
 
 
 # Memory
+
+
+_Table = TypeVar("_Table")
+_KEPT = 64
+"""Tables of one kind that are kept, of the calls made last."""
+
+
+def kept_for_stream(make: Callable[..., _Table]) -> Callable[..., _Table]:
+    """Keep the results of `make(device, *arguments)`, tables that a host makes for a device, for calls with equal arguments.
+
+    A copy of a table to the device at each call would hold up the host. Every stream has tables of its own: a dropped one
+    returns its memory to the only stream that has used it.
+    """
+    @lru_cache(maxsize=_KEPT)
+    def kept(stream: torch.Stream | None, device: torch.device, *arguments: object) -> _Table:
+        with torch.inference_mode(False):  # autograd may save what a later call takes
+            return make(device, *arguments)
+
+    @wraps(make)
+    def of_stream(device: torch.device, *arguments: object) -> _Table:
+        return kept(stream_of_thread(device), device, *arguments)
+
+    return of_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_campaign import Measured, Scale, missing
+from gpu_campaign import MINUTES, Measured, Scale, missing
 
 from shoal.testing import run_ranks
 
@@ -24,10 +24,29 @@ def _row(benchmark: str, row: str, path: str) -> Measured:
 @pytest.mark.parametrize(("benchmark", "row", "has"), [
     ("gpu_facts", "copies", "up, pinned GB/s"), ("gpu_facts", "pages", "GB/s"), ("gpu_facts", "stages", "all on disk"),
     ("gpu_steps", "stage-0", "ms x1"), ("gpu_steps", "first-of-8-stage-3", "mfu x1"),
-    ("gpu_states", "host-all", "host GiB"), ("gpu_states", "save", "loaded s"),
+    ("gpu_states", "host-all", "host GiB"), ("gpu_states", "save", "loaded s"), ("gpu_states", "fsdp2-host", "ms x1"),
+    ("gpu_states", "largest", "of all bytes"), ("gpu_states", "disk", "ms x1"),
 ])
 def test_a_row_of_a_campaign_runs_small_on_the_cpu(benchmark: str, row: str, has: str, tmp_path: Path) -> None:
     assert has in run_ranks(1, _row, benchmark, row, str(tmp_path))[0]
+
+
+def test_the_rows_of_states_on_the_host_leave_time_for_the_disk() -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    *limits, of_disk = [row.seconds for row in __import__("gpu_states").ROWS.values()]
+    assert sum(limits) + 75 <= 60 * MINUTES and of_disk >= 165
+
+
+@pytest.mark.parametrize(("gpu", "host"), [(149e9, 130e9), (84e9, 130e9), (84e9, 20e9), (0.0, 130e9)])
+def test_the_largest_model_fills_the_gpu_and_the_host(gpu: float, host: float) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    states = __import__("gpu_states")
+    blocks, ratio = states.fill(gpu, host)
+    elements = blocks * 12 * states.WIDTH**2
+    on_host, on_gpu = elements * (states.OFF + states.STATE * ratio), elements * states.STATE * (1 - ratio)
+    assert on_host <= states.FULL * host * 1.001 and on_gpu <= max(0.0, gpu - states.WORKING)
+    if blocks:
+        assert on_host + on_gpu > 0.9 * states.FULL * min(max(0.0, gpu - states.WORKING) + host, 8 * host)
 
 
 def test_a_campaign_writes_what_its_rows_have_measured(tmp_path: Path) -> None:
@@ -77,3 +96,11 @@ def test_a_campaign_without_its_packages_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_a_campaign_without_a_gpu_says_what_is_missing() -> None:
     assert any("no CUDA device" in line for line in missing())
+
+
+def test_a_row_takes_the_steps_that_it_says() -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    steps, taken = __import__("gpu_steps"), list[int]()
+    system = steps.System(step=lambda x: taken.append(len(x)), flops=1.0, parameters=1)
+    found = steps.measured(Scale(device=torch.device("cpu"), small=True, path=""), system, (8,), 2, warm=1, looks=False)
+    assert len(taken) == 3 and found["ms x1"] >= 0

@@ -10,8 +10,8 @@ from torch import nn
 
 import shoal
 from shoal.testing import ranks_on, run_ranks
-from shoal.tier import Disk, Memory, Swap, elastic
-from shoal.tier.streams import PinnedRing
+from shoal.tier import Disk, Memory, Swap, elastic, mirrored
+from shoal.tier.streams import PinnedRing, download_buffers
 from shoal.zero.grad_accumulator import Pool
 from tests.late.device import load, queued
 from tests.late.ranks import prepare
@@ -19,6 +19,8 @@ from tests.late.ranks import prepare
 WIDTH = 256
 UNIT = WIDTH * WIDTH * 4
 """Bytes of a unit."""
+ROWS = 40_000
+"""Of a batch whose saved tensors are large enough to be moved."""
 
 
 def _growth(stage: int, layers: int, waits: bool = False) -> tuple[float, float]:
@@ -214,6 +216,61 @@ def test_the_host_waits_for_a_disk_and_not_for_the_copy(tmp_path: Path) -> None:
     with ranks_on(prepare):
         [(behind, right)] = run_ranks(1, _from_a_disk, str(tmp_path))
     assert behind >= 2 + 5 and right, "what was computed, and the copy of each chunk"
+
+
+def _to_a_disk(folder: str) -> tuple[int, list[float], int]:
+    """Return the tasks that a device has yet to run when gradients go to a disk, what arrives, and the buffers there are."""
+    device, store = load(), Disk(swap=Swap(folder), granule=1024)
+    spans = [mirrored(device, store, size, torch.float32, "gradient") for size in (3000, 5000, 4000, 5000)]
+    for step in range(3):
+        for value, (span, _) in enumerate(spans):
+            span.fetch(fresh=True).wait()
+            torch.accelerator.synchronize()
+            span.tensor.fill_(10 * step + value)
+            span.commit()
+            behind = queued()
+    arrived: list[float] = []
+    for _, rest in spans:
+        rest.fetch().wait()
+        arrived += [rest.tensor.min().item(), rest.tensor.max().item()]
+        rest.commit(changed=False)
+    return behind, arrived, len(download_buffers(device)._free)
+
+
+def test_what_goes_to_a_disk_holds_up_no_thread(tmp_path: Path) -> None:
+    with ranks_on(prepare):
+        [(behind, arrived, buffers)] = run_ranks(1, _to_a_disk, str(tmp_path))
+    assert behind >= 2, "the last gradient, and its copy"
+    assert arrived == [20, 20, 21, 21, 22, 22, 23, 23]
+    assert buffers == 3, "of the copies that are under way at a time"
+
+
+def _behind(gradients: str, activations: str, folder: str) -> list[int]:
+    """Return the tasks that a device has yet to run after a forward, and after its backward."""
+    more = {"activation_checkpointing": {"rest": activations, "nvme_path": folder}}
+    zero = {"stage": 2, "offload_optimizer": {"device": gradients, "nvme_path": folder}}
+    engine = shoal.initialize(model=_layers(), config={
+        "train_micro_batch_size_per_gpu": 2, "log_level": "error", "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.05, "zero_optimization": zero, **more})[0]
+    x, found = torch.ones(ROWS, 8, device=engine.device), list[int]()
+    for _ in range(2):
+        torch.accelerator.synchronize()
+        loss = engine(x).square().mean()
+        found = [queued()]
+        engine.backward(loss)
+        found.append(queued())
+        engine.step()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("gradients", "activations"), [("nvme", "device"), ("cpu", "nvme")])
+def test_a_host_with_a_disk_is_as_far_ahead_as_one_without(gradients: str, activations: str, tmp_path: Path) -> None:
+    """Where copies end in page-locked memory, it waits for the oldest of three under way."""
+    with ranks_on(prepare):
+        [without] = run_ranks(1, _behind, "cpu", "cpu" if activations == "nvme" else "device", str(tmp_path))
+        [found] = run_ranks(1, _behind, gradients, activations, str(tmp_path))
+    assert all(here >= there for here, there in zip(found, without, strict=True))
 
 
 def _loaded(folder: str, stage: int) -> list[bool]:

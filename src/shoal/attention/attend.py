@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from math import isfinite, sqrt
 from numbers import Real
 from operator import index
@@ -34,7 +35,7 @@ from shoal.attention.arguments import check_tensor, in_memory, true_or_false, wh
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall, Term
 from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
-from shoal.device import HOST, has_triton
+from shoal.device import HOST, has_triton, kept_for_stream
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.native import attention as native
@@ -181,14 +182,20 @@ def _spread(scores: Tensor, blocks: Blocks, bias: Tensor) -> Tensor:
         scores = scores.sum(0, keepdim=True)
     result = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     cut = result.unflatten(2, (blocks.row_blocks, blocks.block)).unflatten(4, (blocks.column_blocks, blocks.block))
+    cells = _cells(bias.device, blocks)
     for head in range(scores.shape[1]):
-        layout_head = 0 if blocks.heads == 1 else head
-        first, last = blocks.starts[layout_head * blocks.row_blocks], blocks.starts[(layout_head + 1) * blocks.row_blocks]
-        rows = (blocks.rows[first:last] - layout_head * blocks.row_blocks).to(bias.device)
-        columns = blocks.columns[first:last].long().to(bias.device)
+        rows, columns = cells[0 if blocks.heads == 1 else head]
         to = cut[:, 0 if bias.shape[1] == 1 else head]  # batches, row blocks, block, column blocks, block
         to.permute(1, 3, 0, 2, 4).index_put_((rows, columns), scores[:, head, :len(rows)].transpose(0, 1), accumulate=True)
     return result.to(bias.dtype)
+
+
+@kept_for_stream
+def _cells(device: torch.device, blocks: Blocks) -> list[tuple[Tensor, Tensor]]:
+    """Return by layout head the rows and the columns of its visited blocks, int64 on `device`."""
+    ends = blocks.starts[::blocks.row_blocks].tolist()
+    return [((blocks.rows[first:last] - head * blocks.row_blocks).to(device), blocks.columns[first:last].long().to(device))
+            for head, (first, last) in enumerate(pairwise(ends))]
 
 
 # --- Backends ---

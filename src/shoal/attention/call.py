@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.attention.dropout import row_keys, threshold
+from shoal.device import kept_for_stream
 
 if TYPE_CHECKING:
     from shoal.attention.blocks import Blocks
@@ -83,9 +83,9 @@ class AttentionCall:
     def row_keys(self, batches: int, device: torch.device) -> Tensor:
         """Return the dropout's key of each query (batches, heads, length)."""
         heads = torch.arange(self.first_head, self.first_head + self.heads, device=device)
-        return row_keys(self.seed, batches, heads, _row_positions(self.blocks, device))
+        return row_keys(self.seed, batches, heads, _row_positions(device, self.blocks))
 
 
-@lru_cache(maxsize=64)
-def _row_positions(blocks: Blocks, device: torch.device) -> Tensor:
+@kept_for_stream
+def _row_positions(device: torch.device, blocks: Blocks) -> Tensor:
     return blocks.row_positions.to(device)

@@ -2,7 +2,8 @@
 
 The keys of a row's blocks are gathered beside each other, so that a bucket of rows is one batched dense attention. Rows are
 bucketed by their number of visited blocks, rounded up to 1, 2, 3, 4, 6, 8, 12, 16 ...; the added blocks are masked. A bucket
-is cut so that its scores take at most `_BYTES`. Backward computes the probabilities again.
+is cut so that its scores take at most `_BYTES`. Backward computes the probabilities again. The tables of a layout's
+buckets are made once for a device, and not at each attention.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
 from shoal.attention.dropout import keep
 from shoal.autograd import without_autocast
+from shoal.device import kept_for_stream
 
 __all__ = ["backward", "forward"]
 
@@ -32,8 +34,10 @@ class _Bucket:
     rows: Tensor
     columns: Tensor
     real: Tensor | None
+    chosen: Tensor | None
+    """The numbers of the real ones, of rows * degree blocks; None where all are."""
     entries: Tensor
-    """The place of each visited block among those of the layout (rows, degree)."""
+    """The place of each real block among the visited ones of the head (real blocks,)."""
     places: Tensor
     """The numbers of the visited blocks' columns in the whole layout (rows, degree)."""
     positions: Tensor
@@ -57,7 +61,22 @@ def _degree(count: int) -> int:
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
 
-def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
+@kept_for_stream
+def _buckets(device: torch.device, blocks: Blocks, batches: int, group: int) -> tuple[_Bucket, ...]:
+    """Return the buckets of a layout on `device`, for `batches` and `group` query heads to a layout head."""
+    return tuple(_on(device, bucket) for bucket in _host_buckets(blocks, batches, group))
+
+
+def _on(device: torch.device, bucket: _Bucket) -> _Bucket:
+    columns = bucket.columns.to(device)
+    return _Bucket(head=bucket.head, rows=bucket.rows.to(device), columns=columns,
+                   real=None if bucket.real is None else bucket.real.to(device),
+                   chosen=None if bucket.chosen is None else bucket.chosen.to(device), entries=bucket.entries.to(device),
+                   places=columns if bucket.places is bucket.columns else bucket.places.to(device),
+                   positions=bucket.positions.to(device))
+
+
+def _host_buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
     counts = blocks.starts.diff()
     for head in range(blocks.heads):
         first = head * blocks.row_blocks
@@ -76,15 +95,18 @@ def _buckets(blocks: Blocks, batches: int, group: int) -> Iterator[_Bucket]:
                 entries = blocks.starts[first + some][:, None] + torch.minimum(offset, exact[:, None] - 1)
                 columns = blocks.columns[entries].long()
                 places = columns if blocks.column_places is None else blocks.column_places[entries].long()
-                yield _Bucket(head, some, columns, None if bool(real.all()) else real, entries, places,
-                              blocks.row_positions[head].view(-1, blocks.block)[some])
+                whole = bool(real.all())
+                of_real = (entries if whole else entries[real]).flatten() - blocks.starts[first]
+                yield _Bucket(head=head, rows=some, columns=columns, real=None if whole else real,
+                              chosen=None if whole else real.flatten().nonzero().flatten(), entries=of_real, places=places,
+                              positions=blocks.row_positions[head].view(-1, blocks.block)[some])
 
 
 def _term_values(term: Term, bucket: _Bucket, blocks: Blocks, heads: slice) -> Tensor:
     """Return the term's addend to the bucket's scores: (batches or 1, heads or 1, rows, block or 1, degree * block)."""
     tensor = term.tensor if term.tensor.shape[1] == 1 else term.tensor[:, heads]
     batches, count, length, _ = tensor.shape
-    columns, rows = bucket.places.to(tensor.device), bucket.rows.to(tensor.device)
+    columns, rows = bucket.places, bucket.rows
     cut = tensor.unflatten(-1, (-1, blocks.block))
     if length == 1:
         values = cut[:, :, 0][:, :, columns][:, :, :, None]
@@ -98,9 +120,7 @@ def _term_values(term: Term, bucket: _Bucket, blocks: Blocks, heads: slice) -> T
 def _score(call: AttentionCall, bucket: _Bucket, heads: slice, query: Tensor, key: Tensor, value: Tensor,
            row_keys: Tensor | None) -> _Scored:
     """Compute the masked scores of a bucket: `query` (batches, heads, row blocks, block, dim), keys and values likewise."""
-    blocks = call.blocks
-    device = query.device
-    rows, columns = bucket.rows.to(device), bucket.columns.to(device)
+    blocks, rows, columns = call.blocks, bucket.rows, bucket.columns
     group = query.shape[1] // key.shape[1]
     some = query[:, heads][:, :, rows].float().mul_(call.scale)
     kv = slice(heads.start // group, (heads.stop - 1) // group + 1)
@@ -111,12 +131,12 @@ def _score(call: AttentionCall, bucket: _Bucket, heads: slice, query: Tensor, ke
     scores = some @ gathered[0].transpose(-1, -2)
     for term in call.terms:
         scores += _term_values(term, bucket, blocks, heads)
-    inner = torch.arange(blocks.block, device=device)
-    positions = (bucket.places.to(device)[..., None] * blocks.block + inner).flatten(1)  # (rows, keys)
+    inner = torch.arange(blocks.block, device=query.device)
+    positions = (bucket.places[..., None] * blocks.block + inner).flatten(1)  # (rows, keys)
     if bucket.real is not None:
-        scores.masked_fill_(~bucket.real.to(device).repeat_interleave(blocks.block, 1)[:, None], -torch.inf)
+        scores.masked_fill_(~bucket.real.repeat_interleave(blocks.block, 1)[:, None], -torch.inf)
     if call.causal:
-        scores.masked_fill_(positions[:, None] > bucket.positions.to(device)[..., None], -torch.inf)
+        scores.masked_fill_(positions[:, None] > bucket.positions[..., None], -torch.inf)
     kept = None
     if row_keys is not None:
         keys = row_keys[:, heads].unflatten(2, (blocks.row_blocks, blocks.block))[:, :, rows]
@@ -142,7 +162,7 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     sums = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
     out, all_sums = _cut(blocks, output), _cut(blocks, sums)
     row_keys = call.row_keys(query.shape[0], query.device) if call.threshold else None
-    for bucket in _buckets(blocks, query.shape[0], call.heads if blocks.heads == 1 else 1):
+    for bucket in _buckets(query.device, blocks, query.shape[0], call.heads if blocks.heads == 1 else 1):
         heads = _heads_of(bucket, call)
         scored = _score(call, bucket, heads, q, k, v, row_keys)
         largest = scored.scores.amax(-1, keepdim=True)
@@ -151,9 +171,8 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
         if scored.kept is not None:
             weights *= scored.kept
         share = total.reciprocal().masked_fill_(total == 0, 0)  # a row that sees nothing has weights and an output of 0
-        rows = bucket.rows.to(query.device)
-        out[:, heads, rows] = (weights @ scored.value).mul_(share.mul_(call.kept)).to(query.dtype)
-        all_sums[:, heads, rows] = largest.add_(total.log_())[..., 0]
+        out[:, heads, bucket.rows] = (weights @ scored.value).mul_(share.mul_(call.kept)).to(query.dtype)
+        all_sums[:, heads, bucket.rows] = largest.add_(total.log_())[..., 0]
     return output, sums
 
 
@@ -168,9 +187,8 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
     to_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     to_key, to_value = (torch.zeros(each.shape, dtype=torch.float32, device=query.device) for each in (key, value))
     row_keys = call.row_keys(batches, query.device) if call.threshold else None
-    for bucket in _buckets(blocks, batches, call.heads if blocks.heads == 1 else 1):
-        heads = _heads_of(bucket, call)
-        rows, columns = bucket.rows.to(query.device), bucket.columns.to(query.device)
+    for bucket in _buckets(query.device, blocks, batches, call.heads if blocks.heads == 1 else 1):
+        heads, rows = _heads_of(bucket, call), bucket.rows
         scored = _score(call, bucket, heads, q, k, v, row_keys)
         some = grad[:, heads][:, :, rows].float()
         inner = (some * out[:, heads][:, :, rows].float()).sum(-1)
@@ -183,10 +201,10 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
             dropped, product = weights * factor, product.mul_(factor)
         change = product.sub_(inner[..., None]).mul_(weights)
         if score_gradient is not None:
-            _place(score_gradient, change, bucket, blocks, heads)
+            _place(score_gradient, change, bucket, heads)
         _cut(blocks, to_query)[:, heads, rows] = (change @ scored.key).mul_(call.scale)
         for to, by in ((to_key, change.transpose(-1, -2) @ scored.query), (to_value, dropped.transpose(-1, -2) @ some)):
-            _add(_cut(blocks, to), by, columns, heads, group)
+            _add(_cut(blocks, to), by, bucket.columns, heads, group)
     return to_query, to_key, to_value
 
 
@@ -201,10 +219,8 @@ def _add(to: Tensor, by: Tensor, columns: Tensor, heads: slice, group: int) -> N
     to[:, first:first + by.shape[1]].index_add_(2, columns.flatten(), by)
 
 
-def _place(score_gradient: Tensor, change: Tensor, bucket: _Bucket, blocks: Blocks, heads: slice) -> None:
+def _place(score_gradient: Tensor, change: Tensor, bucket: _Bucket, heads: slice) -> None:
     """Write the gradient of a bucket's scores (batches, heads, rows, block, keys) to its visited blocks."""
-    cut = change.unflatten(-1, (bucket.columns.shape[1], blocks.block))
-    cut = cut.transpose(3, 4)  # batches, heads, rows, degree, block, block
-    entries = bucket.entries - (blocks.starts[bucket.head * blocks.row_blocks] if blocks.heads > 1 else 0)
-    real = torch.ones_like(entries, dtype=torch.bool) if bucket.real is None else bucket.real
-    score_gradient[:, heads, entries[real].to(change.device)] = cut[:, :, real.to(change.device)]
+    cut = change.unflatten(-1, (bucket.columns.shape[1], -1))
+    cut = cut.transpose(3, 4).flatten(2, 3)  # batches, heads, rows * degree, block, block
+    score_gradient[:, heads, bucket.entries] = cut if bucket.chosen is None else cut[:, :, bucket.chosen]

@@ -35,6 +35,7 @@ from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES
 from shoal.attention.settings import SparseAttentionSettings, sparsity_config
 from shoal.attention.sparsity import SparsityConfig
+from shoal.device import HOST
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
@@ -209,7 +210,10 @@ def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *,
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
           mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
           **others: Any) -> Tensor | None:
-    """Return the mask of a call: the padding (batch, length), None without padding, or (batch, 1, length, kv_length)."""
+    """Return the mask of a call: the padding (batch, length), or (batch, 1, length, kv_length).
+
+    None without padding, as far as can be told without waiting for a device.
+    """
     from transformers import masking_utils
 
     _check_mask(attention_mask)
@@ -219,7 +223,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         if attention_mask is None:
             return None
         padding = F.pad(attention_mask[:, :kv_length], (0, max(kv_length - attention_mask.shape[1], 0)))
-        return None if bool(padding.all()) else padding
+        return None if padding.device == HOST and bool(padding.all()) else padding  # elsewhere to look would wait
     if not plain and q_length == kv_length:
         warn_once(f"{NAME}: this model masks more than padding (packed sequences, or a sliding window of its own): a mask "
                   f"of length x length is made, whose memory grows with the square")

@@ -14,7 +14,6 @@ This file is imported only where Triton is installed. With `TRITON_INTERPRET=1` 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from triton import knobs
 
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall
-from shoal.device import selected
+from shoal.device import HOST, kept_for_stream, selected
 
 __all__ = ["INTERPRETED", "backward", "forward"]
 
@@ -45,7 +44,7 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     with selected(query.device):
         _forward[(call.blocks.row_blocks, call.heads, query.shape[0])](
             query, key, value, output, sums, *_strides(query, key, value, output),
-            *_along_rows(call.blocks, query.device), *_masks(call, query, key), **_constants(call, query))
+            *_along_rows(query.device, call.blocks), *_masks(call, query, key), **_constants(call, query))
     return output, sums
 
 
@@ -62,10 +61,10 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
     with selected(query.device):
         _to_query[(blocks.row_blocks, call.heads, query.shape[0])](
             *operands, sums, inner, to_query, scores, *_strides(*operands, to_query, scores),
-            *_along_rows(blocks, query.device), *masks, SCORES=score_gradient is not None, **constants)
+            *_along_rows(query.device, blocks), *masks, SCORES=score_gradient is not None, **constants)
         _to_key_and_value[(blocks.column_blocks, key.shape[1], query.shape[0])](
             *operands, sums, inner, to_key, to_value, *_strides(*operands, to_key, to_value),
-            *_along_columns(blocks, query.device), *masks, blocks.column_blocks, **constants)
+            *_along_columns(query.device, blocks), *masks, blocks.column_blocks, **constants)
     return to_query, to_key, to_value
 
 
@@ -85,8 +84,8 @@ class _Visits(NamedTuple):
     column_places: Tensor
 
 
-@lru_cache(maxsize=64)
-def _along_rows(blocks: Blocks, device: torch.device) -> _Visits:
+@kept_for_stream
+def _along_rows(device: torch.device, blocks: Blocks) -> _Visits:
     firsts = blocks.starts[:-1:blocks.row_blocks]
     numbers = torch.arange(blocks.visited, device="cpu") - firsts[blocks.rows // blocks.row_blocks]
     rows = blocks.rows % blocks.row_blocks if blocks.row_places is None else blocks.row_places[blocks.rows]
@@ -94,9 +93,9 @@ def _along_rows(blocks: Blocks, device: torch.device) -> _Visits:
     return _on(device, blocks.starts, numbers, blocks.columns, rows, columns)
 
 
-@lru_cache(maxsize=64)
-def _along_columns(blocks: Blocks, device: torch.device) -> _Visits:
-    rows = _along_rows(blocks, torch.device("cpu"))
+@kept_for_stream
+def _along_columns(device: torch.device, blocks: Blocks) -> _Visits:
+    rows = _along_rows(HOST, blocks)
     lines = blocks.rows // blocks.row_blocks * blocks.column_blocks + blocks.columns
     order = lines.argsort(stable=True)
     counts = torch.bincount(lines, minlength=blocks.heads * blocks.column_blocks)

@@ -27,6 +27,7 @@ from shoal.log import warn_once
 from shoal.pipeline.module import PipelineModule
 from shoal.precision.loss_scale import DynamicScale, LossScale
 from shoal.precision.policy import DTYPES
+from shoal.zero.partition import has_float_values
 
 __all__ = ["assemble", "tp_model_init"]
 
@@ -77,7 +78,7 @@ def _checks_fp32(settings: Config) -> bool:
 
 def _with_model_dtype(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return `config` with the section of a model that is in 16 bits already, which Shoal trains with fp32 masters."""
-    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    dtype = next((parameter.dtype for parameter in model.parameters() if has_float_values(parameter)), None)
     section = next((name for name in ("fp16", "bf16") if DTYPES[name] == dtype), None)
     if section is None or any((config.get(name) or {}).get("enabled") is True for name in ("fp16", "bf16", "bfloat16")):
         return config

@@ -3,15 +3,20 @@
 All ranks begin with rank 0's. Forwards then change some on every rank, each from its own samples: the running statistics of
 BatchNorm. After each step those that have changed on rank 0 are sent to the others, so that an evaluation, a checkpoint and
 the next step find the same everywhere. Buffers that are in no state dict are caches, and stay each rank's own; so do
-sparse ones, which are not saved in checkpoints either.
+sparse ones, which are not saved in checkpoints either. A quantised parameter is a buffer too: codes, and the scales beside
+them, the tensors among the attributes of a parameter of a class of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]  of all norms with statistics
 
+from shoal.errors import RanksDisagree
 from shoal.log import warn_once
 from shoal.module_hooks import is_scripted
 from shoal.transport.collectives import Communicator
@@ -23,11 +28,18 @@ __all__ = ["BufferSync", "is_array", "move_buffers"]
 def move_buffers(model: nn.Module, communicator: Communicator, device: torch.device) -> None:
     """Move buffers, and parameters that no unit has, to the device, and give all data ranks rank 0's values of them.
 
-    No unit has parameters of whole numbers, quantised ones, and those of no elements.
+    No unit has parameters of whole numbers, quantised ones, and those of no elements. Raises `RanksDisagree` where the codes
+    or the scales of a quantised one have other shapes or dtypes than rank 0's.
     """
     _take_out_of_inference(model)
     others = [(name, parameter) for name, parameter in model.named_parameters() if owner_of(parameter) is None]
-    for name, buffer in [*model.named_buffers(), *others]:
+    for _, parameter in others:
+        _move_quantised(parameter, device)
+    seen = set[int]()  # parameters may share a table
+    scales = [(f"{name}, {at}", scale) for name, parameter in others for at, scale in _scales(parameter, seen)]
+    if others:
+        _check_codes(communicator, [*others, *scales])
+    for name, buffer in [*model.named_buffers(), *others, *scales]:
         buffer.data = buffer.data.to(device)
         if not is_array(buffer):
             warn_once(f"initialize: the buffer '{name}' of the {type(model).__name__} has the layout {buffer.layout}, and "
@@ -37,6 +49,51 @@ def move_buffers(model: nn.Module, communicator: Communicator, device: torch.dev
             values = buffer.data.contiguous()
             communicator.broadcast(values, 0, f"buffer '{name}'")
             buffer.data.copy_(values)
+
+
+@torch.no_grad()
+def _move_quantised(parameter: nn.Parameter, device: torch.device) -> None:
+    """Have a parameter of a class of its own move itself, in place: its `to` moves its scales too, or quantises it first."""
+    if type(parameter) is nn.Parameter:
+        return
+    moved = parameter.to(device)
+    if moved is not parameter:
+        parameter.data = moved.data
+        vars(parameter).update(vars(moved))
+
+
+def _scales(parameter: nn.Parameter, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors beside a parameter of a class of its own, each once, with their places among its attributes."""
+    if type(parameter) is not nn.Parameter:
+        for at, tensor in _tensors(vars(parameter), "", seen):
+            if tensor.data_ptr() != parameter.data_ptr():  # an attribute may be the codes
+                yield at, tensor
+
+
+def _tensors(value: object, at: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of strided memory in `value`: itself, in containers, and in attributes of what is no module."""
+    if id(value) in seen or isinstance(value, nn.Module | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        if is_array(value) and not value.is_meta:
+            yield at, value
+        return
+    inside = value if isinstance(value, Mapping) else (
+        dict(enumerate(value)) if isinstance(value, list | tuple) else getattr(value, "__dict__", {}))
+    for key, each in inside.items():
+        yield from _tensors(each, f"{at}.{key}" if at else str(key), seen)
+
+
+def _check_codes(communicator: Communicator, found: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise unless all ranks have tensors of equal shapes and dtypes beside their units: they are about to be sent."""
+    said = communicator.gather_objects([f"'{name}' {tuple(each.shape)} {each.dtype}" for name, each in found])
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
+            here, there = next(pair for pair in zip_longest(said[0], theirs, fillvalue="nothing") if pair[0] != pair[1])
+            raise RanksDisagree(f"initialize: ranks have different parameters of codes, of whole numbers or of no elements: "
+                                f"rank 0 has {here}, rank {rank} has {there}; build and quantise the model alike on every "
+                                f"rank")
 
 
 def _take_out_of_inference(model: nn.Module) -> None:

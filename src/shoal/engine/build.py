@@ -63,6 +63,7 @@ from shoal.sparse.embeddings import check_embeddings, no_sparse_embedding_error
 from shoal.transport import process_group
 from shoal.transport.collectives import Communicator
 from shoal.transport.failure_board import FailureBoard
+from shoal.zero.partition import has_float_values
 from shoal.zero.sharded import ShardingPlan
 
 if TYPE_CHECKING:  # slow to import with older torch
@@ -422,7 +423,7 @@ def _precision(settings: Config, model: nn.Module, traits: OptimizerTraits, data
     accumulate = settings.data_types.grad_accum_dtype
     if traits.compressing and accumulate is None:  # 16 bits would round the compression error away
         accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None
-    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    dtypes = [parameter.dtype for parameter in model.parameters() if has_float_values(parameter)]
     averaging = Averaging(prescale=settings.prescale_gradients, predivide=settings.gradient_predivide_factor,
                           wide=not data.native, times=data.ranks if settings.gradient_allreduce_op == "sum" else 1)
     return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,

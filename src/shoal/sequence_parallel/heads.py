@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shoal.device import kept_for_stream
 from shoal.sequence_parallel.axis import SequenceAxis
 from shoal.sequence_parallel.moves import EXCHANGE, RETURN, Moves, Operand, SentBytes, exchange, give_back
 
@@ -99,12 +100,17 @@ def exchange_heads(attention: Callable[[Tensor, Tensor, Tensor], Tensor], query:
         reads = plan.key_of_each_query(query.shape[1] // key.shape[1])
         group, left = divmod(len(reads), keys.shape[1])
         if left or reads != [head // group for head in range(len(reads))]:  # a group is cut: each query has its own copy
-            index = torch.tensor(reads, dtype=torch.int64, device=key.device)
+            index = _index(key.device, tuple(reads))
             keys, values = keys.index_select(1, index), values.index_select(1, index)
         output = attention(queries, keys, values)
     else:
         output = queries[..., :1].expand(*queries.shape[:3], value.shape[3])
     return cast(Tensor, _ToRows.apply(axis, plan, facts, output))
+
+
+@kept_for_stream
+def _index(device: torch.device, heads: tuple[int, ...]) -> Tensor:
+    return torch.tensor(heads, dtype=torch.int64, device=device)
 
 
 class _ToHeads(torch.autograd.Function):

@@ -11,11 +11,12 @@ went to several ranks, its gradient is the sum of what they return, in rank orde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from shoal.device import HOST, kept_for_stream
 from shoal.sequence_parallel.axis import SequenceAxis
 from shoal.transport.reduction import wide_dtype
 
@@ -25,9 +26,12 @@ EXCHANGE, RETURN = "sequence exchange", "sequence return"
 """The kinds of messages: the way there, and the way back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moves:
-    """The sends and receives that redistribute the units of one tensor. Entries of this rank itself are copies."""
+    """The sends and receives that redistribute the units of one tensor. Entries of this rank itself are copies.
+
+    A table equals itself alone: it is made once, and kept on each device.
+    """
 
     send: tuple[Tensor, ...]
     """By peer, the units that this rank sends to it: int64 on the host, ascending."""
@@ -47,11 +51,13 @@ class Moves:
 
     def on(self, device: torch.device) -> Moves:
         """Return the same table on `device`."""
-        if device.type == "cpu":
-            return self
-        return Moves(send=tuple(each.to(device) for each in self.send),
-                     receive=tuple(each.to(device) for each in self.receive), units=self.units, results=self.results,
-                     shared=self.shared)
+        return self if device == HOST else _placed(device, self)
+
+
+@kept_for_stream
+def _placed(device: torch.device, moves: Moves) -> Moves:
+    return replace(moves, send=tuple(each.to(device) for each in moves.send),
+                   receive=tuple(each.to(device) for each in moves.receive))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

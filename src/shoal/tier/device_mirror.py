@@ -1,6 +1,7 @@
 """A span on a compute device, mirrored by a span of the host: fetch copies up, commit copies down and frees device memory.
 
-A commit does not wait for its copy: readers on the host do.
+A commit does not wait for its copy: readers on the host do. The pages of a span on disk come and go and are not page-locked.
+A copy to them would hold up the thread that starts it: it goes to a page-locked buffer, and from there once it is whole.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal.device import set_current
+from shoal.device import can_pin, set_current
 from shoal.tier.disk_span import DiskSpan
+from shoal.tier.pages import copy_bytes
 from shoal.tier.span import DONE, Names, PlacedSpan, ResidentSpan, Span, Transfer, no_names
 from shoal.tier.store import Store
-from shoal.tier.streams import CopyEvent, CopyStream, allocate, d2h_stream, free, h2d_stream, upload_ring
+from shoal.tier.streams import (
+    CopyEvent,
+    CopyStream,
+    allocate,
+    d2h_stream,
+    download_buffers,
+    free,
+    h2d_stream,
+    upload_ring,
+)
 
 __all__ = ["CopiesEnded", "CopyTransfer", "DeviceMirror", "ResidentCopy", "copy_to_device", "mirrored"]
 
@@ -141,6 +152,8 @@ class DeviceMirror:
         self._device = device
         self._arriving: CopyTransfer | None = None
         self._copied_down: CopyEvent | None = None
+        self._buffers = download_buffers(device) if isinstance(below, DiskSpan) and can_pin(device) else None
+        self._staged: Tensor | None = None
         self._lock = threading.Lock()
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
@@ -155,10 +168,14 @@ class DeviceMirror:
         if not changed:
             free(self.tensor)
             return DONE
-        stream = d2h_stream(self._device)
-        self._below.fetch(fresh=True).wait()
+        stream, target = d2h_stream(self._device), self._below.tensor
+        if self._buffers is None:
+            self._below.fetch(fresh=True).wait()
+        else:
+            self._staged = self._buffers.borrow(target.nbytes)
+            target = self._staged[:target.nbytes].view(target.dtype)
         with stream.use():
-            self._below.tensor.copy_(self.tensor, non_blocking=True)
+            target.copy_(self.tensor, non_blocking=True)
         self._copied_down = stream.record_event()
         stream.defer(self.finish_commit)
         return DONE
@@ -170,7 +187,16 @@ class DeviceMirror:
             if event is not None:
                 event.synchronize()
                 free(self.tensor)
+                self._unstage()
                 self._below.commit()
+
+    def _unstage(self) -> None:
+        """Copy what a buffer holds to the span below, and give the buffer back."""
+        staged, self._staged = self._staged, None
+        if self._buffers is not None and staged is not None:
+            self._below.fetch(fresh=True).wait()
+            copy_bytes(staged[:self._below.tensor.nbytes], self._below.tensor)
+            self._buffers.give_back(staged)
 
     def finish_copies(self) -> None:
         """Wait until no copy reads or writes the span below: the host is about to."""

@@ -6,12 +6,14 @@ compute stream, copies are in that one.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from queue import SimpleQueue
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,8 +21,8 @@ from torch import Tensor
 from shoal.device import DeviceEvent, DeviceStream, can_pin, new_stream, on_accelerator, record_use
 from shoal.tier.pages import copy_bytes, pinned_zeros
 
-__all__ = ["CopyEvent", "CopyStream", "PinnedRing", "StagingBuffers", "UploadRing", "allocate", "d2h_stream", "free",
-           "h2d_stream", "side_stream", "upload_ring"]
+__all__ = ["CopyEvent", "CopyStream", "DownloadBuffers", "PinnedRing", "StagingBuffers", "UploadRing", "allocate",
+           "d2h_stream", "download_buffers", "free", "h2d_stream", "side_stream", "upload_ring"]
 
 _DEFERRED = 2
 """Copies to the host in flight before the oldest one is waited for."""
@@ -187,6 +189,39 @@ class StagingBuffers:
     def keep(self, target: Tensor) -> None:
         """Keep the memory of `target`, if it is freed, until it has what was sent so far."""
         h2d_stream(self._device).keep(target)
+
+
+class DownloadBuffers:
+    """Page-locked buffers through which memory of a device reaches host memory that is not, whole; any thread may borrow.
+
+    There are as many as were borrowed at a time, and those that came back serve later borrowers.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def borrow(self, size: int) -> Tensor:
+        """Return at least `size` bytes: the smallest free buffer that has them, or a new one in place of the largest."""
+        with self._lock:
+            self._free.sort(key=Tensor.numel)
+            fitting = next((at for at, buffer in enumerate(self._free) if buffer.numel() >= size), None)
+            found = self._free.pop(-1 if fitting is None else fitting) if self._free else None
+        return found if found is not None and fitting is not None else _page_locked(size, self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """End a loan; no copy reads or writes the buffer any more."""
+        with self._lock:
+            self._free.append(buffer)
+
+
+_download_buffers: WeakValueDictionary[torch.device, DownloadBuffers] = WeakValueDictionary()
+
+
+def download_buffers(device: torch.device) -> DownloadBuffers:
+    """Return the buffers of `device`, which last as long as somebody has them."""
+    return _download_buffers.setdefault(device, DownloadBuffers(device))
 
 
 class UploadRing:

@@ -6,7 +6,7 @@ belongs to the outermost block or large layer that contains it. A parameter that
 A module of TorchScript takes no hooks, so it is neither, and its parameters belong to what contains it.
 The weight of embeddings made with `sparse=True` is a unit by itself wherever it is. All parameters of a unit have one dtype,
 are all trainable or all frozen, and rest over the same ranks, so one block may form several units. Parameters that are
-neither floating point nor complex, and those of no elements, stay whole on every rank.
+neither floating point nor complex, those of no elements, and codes in a float dtype stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
@@ -152,7 +153,22 @@ def partition(model: nn.Module, groups: dict[nn.Parameter, int], replica_group_o
 
 def has_unit(parameter: nn.Parameter) -> bool:
     """Whether a unit holds the parameter; one of whole numbers, a quantised one, and one of no elements stay whole."""
-    return bool(parameter.numel()) and (parameter.is_floating_point() or parameter.is_complex())
+    return bool(parameter.numel()) and (has_float_values(parameter) or parameter.is_complex())
+
+
+def has_float_values(parameter: nn.Parameter) -> bool:
+    """Whether the values of a float dtype are numbers, and no codes that a conversion would destroy."""
+    return parameter.is_floating_point() and not isinstance(parameter, _Codes)
+
+
+@runtime_checkable
+class _Codes(Protocol):
+    """A parameter whose bytes are codes, in whatever dtype stores them.
+
+    That of bitsandbytes, `Params4bit`; before it is on a device it still has the weights, and quantises them on the way.
+    """
+
+    quant_state: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
