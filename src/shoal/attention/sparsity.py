@@ -50,6 +50,9 @@ class SparsityConfig:
         self._known: OrderedDict[Hashable, tuple[Blocks, list[object]]] = OrderedDict()
         self._at_least(1, num_heads=num_heads, block=block)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_known": OrderedDict[Hashable, object]()}  # its keys have the addresses of this object's tensors
+
     def with_seed(self, seed: int) -> Self:
         """Let random columns be those of `seed`, in place of 0; return this configuration."""
         self._at_least(0, seed=seed)
