@@ -16,8 +16,8 @@ what is padding. Sequences are padded to the block within, and the result is cut
 
 The mask says which rows of the layout the queries have. One of padding (batch, positions) ends with the last query: the keys
 of a static cache after it are empty places. One of four dims is over all positions (batch, 1, queries, positions), of which
-the keys are the last: a cache that slides with a window has dropped the others. There the last query sees its own key, and no
-query a later one.
+the keys are the last: a cache that slides with a window has dropped the others. There the last query sees its own key, and
+no query a later one.
 
 A model keeps its attention in its configuration, by a name of this process. A pickle has the structure in place of the name:
 the process that loads it registers a name of its own.
@@ -73,9 +73,10 @@ class NameOfProcess(str):
 
     def __new__(cls, prefix: str, again: Callable[..., NameOfProcess], *arguments: object) -> Self:
         """Draw a name that begins with `prefix`."""
-        name = super().__new__(cls, f"{prefix}_{uuid4().hex[:16]}")
-        name._again, name._arguments = again, arguments
-        return name
+        return super().__new__(cls, f"{prefix}_{uuid4().hex[:16]}")
+
+    def __init__(self, prefix: str, again: Callable[..., NameOfProcess], *arguments: object):
+        self._again, self._arguments = again, arguments
 
     def __reduce__(self) -> tuple[Callable[..., NameOfProcess], tuple[object, ...]]:
         return self._again, self._arguments

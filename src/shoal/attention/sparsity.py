@@ -51,7 +51,7 @@ class SparsityConfig:
         self._at_least(1, num_heads=num_heads, block=block)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_known": OrderedDict[Hashable, object]()}  # its keys have the addresses of this object's tensors
+        return {**vars(self), "_known": OrderedDict[Hashable, object]()}  # keys are addresses of tensors
 
     def with_seed(self, seed: int) -> Self:
         """Let random columns be those of `seed`, in place of 0; return this configuration."""

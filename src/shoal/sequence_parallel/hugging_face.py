@@ -101,8 +101,8 @@ def _refused() -> NameOfProcess:
 
 
 def _refuse(module: nn.Module, *operands: object, **options: object) -> None:
-    raise UsageError(f"{_NAME}: the model of this {type(module).__name__} was loaded from a pickle, which has no sequence axis; "
-                     f"call use_sequence_attention(model, axis) again, or model.set_attn_implementation('sdpa')")
+    raise UsageError(f"{_NAME}: the model of this {type(module).__name__} was loaded from a pickle, which has no sequence "
+                     f"axis; call use_sequence_attention(model, axis) again, or model.set_attn_implementation('sdpa')")
 
 
 class SequenceAttention:
