@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -148,6 +153,82 @@ def test_a_prompt_can_be_continued_in_pieces(name: str, structure: SparsityConfi
     torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 
+def eager_under(model: Any, structure: SparsityConfig, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the logits of dense attention that sees what the causal `structure` and the padding show."""
+    length, block = ids.shape[1], structure.block
+    layout = structure.blocks(length + -length % block, causal=True).layout.bool()
+    visible = layout.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length].tril()
+    hidden: Any = visible & mask[:, None, None].bool()
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    added = torch.where(hidden.expand(len(ids), 4, -1, -1), 0.0, torch.finfo(torch.float32).min)
+    return model(input_ids=ids, attention_mask=added, use_cache=False).logits
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("pad", [None, "left", "right"])
+@pytest.mark.parametrize("name", [*CAUSAL, "bert"])
+@pytest.mark.parametrize("different", [False, True])
+def test_pieces_over_a_cache_have_the_logits_of_eager(name: str, pad: str | None, cache: str, different: bool) -> None:
+    if name == "bert":
+        torch.manual_seed(0)
+        config = transformers.BertConfig(**ENCODER, is_decoder=True, initializer_range=0.3)
+        model = transformers.BertLMHeadModel._from_config(config, attn_implementation="sdpa").eval()
+    else:
+        model = build(name, initializer_range=0.3).eval()
+    structure = BigBirdSparsityConfig(4, 16, different_layout_per_head=different, num_random_blocks=2)
+    ids = tokens(131)
+    mask = torch.ones_like(ids) if pad is None else padding(131, left=pad == "left")
+    expected = eager_under(model, structure, ids, mask)
+    model = sparse(model, structure)
+    kept = (transformers.DynamicCache(config=model.config) if cache == "dynamic" else
+            transformers.StaticCache(config=model.config, max_cache_len=139))
+    got, seen = [], 0
+    for each in ids.split([71, 33, 1, 17, 9], 1):
+        seen += each.shape[1]
+        positions: Any = {} if name == "llama" else {"position_ids": torch.arange(seen - each.shape[1], seen)[None]}
+        got.append(model(input_ids=each, attention_mask=mask[:, :seen], past_key_values=kept, use_cache=True,
+                         **positions).logits)
+    torch.testing.assert_close(torch.cat(got, 1)[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+def largest_allocation(run: Callable[[], object]) -> int:
+    """Return the most bytes that one operation of `run` allocates."""
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                                 profile_memory=True) as profile:
+        run()
+    return max(event.self_cpu_memory_usage for event in profile.events())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_prompt_in_pieces_makes_no_tensor_of_length_x_length(cache: str) -> None:
+    length = 2048
+    model = sparse(build("llama", max_position_embeddings=length), BigBirdSparsityConfig(4, 16)).eval()
+    kept = (transformers.DynamicCache(config=model.config) if cache == "dynamic" else
+            transformers.StaticCache(config=model.config, max_cache_len=length + 8))
+    pieces = tokens(length, batch=1).split(length // 2, 1)
+    largest = largest_allocation(lambda: [model(input_ids=each, past_key_values=kept) for each in pieces])
+    assert largest < length * length // 4  # bytes
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_step_over_a_cache_reads_the_blocks_of_its_row(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sparse(build("llama", max_position_embeddings=512), WINDOW).eval()
+    kept = (transformers.DynamicCache(config=model.config) if cache == "dynamic" else
+            transformers.StaticCache(config=model.config, max_cache_len=300))
+    model(input_ids=tokens(260), past_key_values=kept)
+    lengths: list[int] = []
+    dense = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        lengths.append(key.shape[2])
+        return dense(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    model(input_ids=tokens(1), past_key_values=kept)
+    assert lengths == [16 + 5] * 2  # the block before, and the five positions of its own
+
+
 SLIDING: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 40}),
     "gemma": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 40, "head_dim": 8}),
@@ -290,6 +371,47 @@ def test_a_registered_name_works_from_pretrained_and_is_not_saved(tmp_path: Path
     close([loaded.eval()(input_ids=ids).logits], [sparse(model, WINDOW).eval()(input_ids=ids).logits])
     loaded.save_pretrained(tmp_path)
     assert "shoal_sparse" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_configuration_takes_the_attention_along(tmp_path: Path) -> None:
+    model, ids = build("bert").eval(), tokens(80)
+    swapped = sparse(model, WINDOW)
+    swapped.save_pretrained(tmp_path)
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    close([loaded.eval()(input_ids=ids).logits], [model(input_ids=ids).logits])
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path, config=pickle.loads(pickle.dumps(swapped.config)))
+    close([loaded.eval()(input_ids=ids).logits], [swapped(input_ids=ids).logits])
+
+
+_LOADS = """
+import sys, torch
+from shoal.attention import DenseSparsityConfig, use_sparse_attention
+from tests.attention.test_hugging_face import build, tokens
+other = build("bert")
+use_sparse_attention(other, DenseSparsityConfig(4, 16))
+model = torch.load(sys.argv[1], weights_only=False)
+torch.save(model(input_ids=tokens(80)).logits, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("sparsity", [WINDOW, MappingProxyType({"mode": "local_sliding_window", "block": 16})],
+                         ids=["structure", "section"])
+def test_a_pickled_model_keeps_its_structure_elsewhere(sparsity: Any, tmp_path: Path) -> None:
+    model, ids = sparse(build("bert").eval(), sparsity), tokens(80)
+    torch.save(model, tmp_path / "model.pt")
+    subprocess.run([sys.executable, "-c", _LOADS, str(tmp_path / "model.pt")], check=True)
+    assert torch.equal(torch.load(tmp_path / "model.pt"), model(input_ids=ids).logits)
+
+
+def test_a_pickle_beside_its_model_has_the_structure_of_its_time() -> None:
+    structure, ids = LocalSlidingWindowSparsityConfig(4, 16), tokens(80)
+    model = sparse(build("bert").eval(), structure)
+    before = model(input_ids=ids).logits
+    pickled = pickle.dumps(model)
+    structure.num_sliding_window_blocks = 1
+    assert not torch.equal(model(input_ids=ids).logits, before)
+    assert torch.equal(pickle.loads(pickled)(input_ids=ids).logits, before)
+    assert copy.deepcopy(model).config._attn_implementation is model.config._attn_implementation
 
 
 def test_two_models_have_structures_of_their_own() -> None:

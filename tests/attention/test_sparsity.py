@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -396,6 +397,14 @@ def test_a_section_builds_the_structure_of_its_mode(case: str) -> None:
     found = sparsity_config(section, 2)
     assert repr(found) == repr(expected)
     assert torch.equal(found.make_layout(512), expected.make_layout(512))
+
+
+def test_a_pickle_has_the_values_and_no_blocks() -> None:
+    structure = TensorSparsityConfig(torch.ones(1, 8, 8), 16)
+    before = pickle.dumps(structure)
+    blocks = structure.blocks(128)
+    assert len(pickle.dumps(structure)) == len(before)
+    assert torch.equal(pickle.loads(before).blocks(128).layout, blocks.layout)
 
 
 def test_a_missing_section_builds_nothing() -> None:

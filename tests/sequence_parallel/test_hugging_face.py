@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -114,6 +115,18 @@ def test_what_cannot_be_split_is_refused() -> None:
              "BertForSequenceClassification pools one position", "is no model of Hugging Face")
     for said, text in zip(run_ranks(2, refused)[0], texts, strict=True):
         assert text in said
+
+
+def loaded() -> str:
+    model = model_of("bert")
+    use_sequence_attention(model, SequenceAxis(dist.group.WORLD))
+    with pytest.raises(ShoalError) as found:
+        pickle.loads(pickle.dumps(model))(input_ids=batch(0, False)["input_ids"])
+    return str(found.value)
+
+
+def test_a_pickled_model_has_no_sequence_axis() -> None:
+    assert "call use_sequence_attention(model, axis) again" in run_ranks(1, loaded)[0]
 
 
 def evaluated_whole() -> list[float]:

@@ -74,7 +74,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
 
     `query` is (batches, heads, length, dim); `key` and `value` are (batches, kv_heads, kv_length, dim), where kv_heads
     divides heads and query head h reads key head h // (heads / kv_heads). Values may have a dim of their own. All have one
-    dtype, of 16 or 32 bits. `scale` is 1 / sqrt(dim) unless given. With `causal`, a query sees no later key.
+    dtype, of 16 or 32 bits. `scale` is 1 / sqrt(dim) unless given. With `causal`, a query sees no later key; the queries of
+    `Blocks.part` are those of its rows.
 
     `key_padding` (batches, kv_length) and `mask` (length, kv_length) are added to the scores ("add"); or hide keys where
     they are 0 ("mul"). A mask of dtype bool hides where it is False. `bias` (batches or 1, heads or 1, length, kv_length),
@@ -424,7 +425,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal:
             fix = (f"pad it to a multiple of the block, {blocks.block}" if length % blocks.block
                    else f"make the layout for length {length}")
             raise UsageError(f"attend: {name} has length {length}, the layout is for {expected}; {fix}")
-    if causal and blocks.length != blocks.kv_length:
+    if causal and blocks.row_places is None and blocks.length != blocks.kv_length:
         raise UsageError(f"attend: causal needs equal lengths of query and key; got {blocks.length} and {blocks.kv_length}")
     if backend != "reference" and (in_function_transform() or in_trace()):  # a trace would keep the masks of its example
         raise UsageError("attend: within a transform of torch.func, in forward mode, and where torch.export, make_fx or "

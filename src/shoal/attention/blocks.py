@@ -7,7 +7,7 @@ Blocks are cached by the content of the layout, not by its length: two layouts o
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 
 import torch
@@ -130,8 +130,25 @@ class Blocks:
 
     @cached_property
     def lower(self) -> Blocks:
-        """The same layout without blocks above the diagonal, which a causal mask hides wholly."""
-        return Blocks.of(self.layout.tril(), self.block)
+        """The same layout without blocks above the diagonal of the whole, which a causal mask hides wholly."""
+        if self.row_places is None:
+            return Blocks.of(self.layout.tril(), self.block)
+        kept = (self.columns if self.column_places is None else self.column_places) <= self.row_places[self.rows]
+        if bool(kept.all()):
+            return self
+        layout = torch.zeros_like(self.layout)
+        layout.flatten(0, 1)[self.rows[kept], self.columns[kept].long()] = True
+        lower = Blocks(layout, self.block, row_places=self.row_places)
+        lower.column_places = None if self.column_places is None else self.column_places[kept]
+        return lower
+
+    def part(self, rows: range, columns: range) -> Blocks:
+        """Return some rows and columns of blocks, made once. The first of the columns counts as the first of the whole.
+
+        So two parts with the same columns share the places of keys, and a causal mask hides in both what it hides here.
+        """
+        whole = len(rows) == self.row_blocks and len(columns) == self.column_blocks
+        return self if whole else _part(self, rows, columns)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -151,3 +168,10 @@ class Blocks:
     def __repr__(self) -> str:
         return (f"Blocks({self.heads} heads, {self.length} x {self.kv_length}, block {self.block}, {self.visited} visited: "
                 f"{self.density:.1%})")
+
+
+@lru_cache(maxsize=_CACHED)
+def _part(blocks: Blocks, rows: range, columns: range) -> Blocks:
+    places = torch.arange(rows.start, rows.stop, device="cpu") - columns.start
+    layout = blocks.layout[:, rows.start:rows.stop, columns.start:columns.stop].contiguous()
+    return Blocks(layout, blocks.block, row_places=places.repeat(blocks.heads))

@@ -71,10 +71,11 @@ _numbers = count()
 def _block_mask(blocks: Blocks, causal: bool, device: torch.device) -> BlockMask:
     """Return the blocks of 128 and the function; kept, so that a layout is compiled once."""
     layout, edge, shared = blocks.layout.bool().to(device), blocks.block, blocks.heads == 1
+    positions = blocks.row_positions.to(device)
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         visited = layout[0 if shared else head, row // edge, column // edge]
-        return visited & (row >= column) if causal else visited
+        return visited & (positions[0 if shared else head, row] >= column) if causal else visited
 
     visited = coarse(blocks).to(device)[None]
     order = visited.int().argsort(dim=-1, descending=True, stable=True).int()  # visited columns first, in ascending order

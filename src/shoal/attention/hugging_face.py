@@ -10,12 +10,17 @@ what is padding. Sequences are padded to the block within, and the result is cut
 |---|---|
 | as many queries as keys | `attend` with the layout of the padded length; dense where the structure needs a longer one |
 | a mask that is not of padding alone (packed sequences, sliding windows, one of the caller) | `attend`, the mask as a bias |
-| generation over a cache: fewer queries than keys | dense over the cache, restricted to the layout's rows of these queries |
+| pieces of a prompt over a cache: more queries than a block | `attend` with the layout's rows of these queries |
+| generation over a cache: at most a block of queries | dense over the keys of the blocks that the layout's rows visit |
 | cross attention, and a prefix before an encoder's sequence | refused: a layout is of one sequence |
 
-A mask of four dims is over all positions (batch, 1, queries, positions). The keys are the last of them: a cache that slides
-with a window has dropped the others. The last query sees its own key, and no query a later one: they say which rows of the
-layout the queries have.
+The mask says which rows of the layout the queries have. One of padding (batch, positions) ends with the last query: the keys
+of a static cache after it are empty places. One of four dims is over all positions (batch, 1, queries, positions), of which
+the keys are the last: a cache that slides with a window has dropped the others. There the last query sees its own key, and
+no query a later one.
+
+A model keeps its attention in its configuration, by a name of this process. A pickle has the structure in place of the name:
+the process that loads it registers a name of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +44,11 @@ from shoal.device import HOST
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
-__all__ = ["NAME", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole", "check_continues",
-           "check_model", "check_served", "models_in", "register", "register_attention", "sparse_attention_in",
-           "use_sparse_attention"]
+__all__ = ["NAME", "NameOfProcess", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole",
+           "check_continues", "check_model", "check_served", "models_in", "register", "register_attention",
+           "sparse_attention_in", "use_sparse_attention"]
 
 NAME = "shoal_sparse"
-_numbers = count(1)
 
 Sparsity = SparsityConfig | SparseAttentionSettings | Mapping[str, Any]
 """A structure, or the JSON section that names one for any number of heads."""
@@ -57,6 +61,29 @@ class TakesAttention(Protocol):
     config: Any
 
     def set_attn_implementation(self, attn_implementation: Any) -> None: ...
+
+
+class NameOfProcess(str):
+    """The name under which an attention is registered in this process.
+
+    No other process has it, so that a name never stands for another model's attention. A pickle has, in its place, the call
+    that registers the attention where it is loaded: `again(*arguments)`, which returns the name there.
+    """
+
+    __slots__ = ("_again", "_arguments")
+
+    def __new__(cls, prefix: str, again: Callable[..., NameOfProcess], *arguments: object) -> Self:
+        """Draw a name that begins with `prefix`."""
+        return super().__new__(cls, f"{prefix}_{uuid4().hex[:16]}")
+
+    def __init__(self, prefix: str, again: Callable[..., NameOfProcess], *arguments: object):
+        self._again, self._arguments = again, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., NameOfProcess], tuple[object, ...]]:
+        return self._again, self._arguments
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto", tensor_rank: int = 0) -> None:
@@ -81,7 +108,7 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
         else:
             check_continues(NAME, module, query, key, causal=causal)
             output = attend_cached(of_heads, *operands, attention_mask, position_bias, causal=causal, dropout=dropout,
-                                   scale=scaling)
+                                   scale=scaling, backend=backend, first_head=tensor_rank * query.shape[1])
         return output.transpose(1, 2).contiguous(), None
 
     register_attention(name, attention, _mask)
@@ -107,19 +134,26 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend = "auto", tensor_rank: int = 0) -> None:
     """Let the attention of a Hugging Face `model` be block-sparse; weights and their names stay.
 
+    Copies and pickles of the model keep it. `save_pretrained` does not: transformers saves no attention implementation.
     `tensor_rank` counts ranks that have other heads, which drop other probabilities.
     Raises UsageError for other models, and for those whose attention is not taken by the interface of transformers.
     """
     if not isinstance(model, TakesAttention):
         raise UsageError(f"use_sparse_attention: {type(model).__name__} is no model of Hugging Face transformers; build its "
                          f"layers with shoal.attention.attend or SparseSelfAttention")
-    name = f"{NAME}_{next(_numbers)}"
-    register(sparsity, name=name, backend=backend, tensor_rank=tensor_rank)
+    name = _registered(dict(sparsity) if isinstance(sparsity, Mapping) else sparsity, backend, tensor_rank)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise NotServed(f"use_sparse_attention: {type(model).__name__} computes its attention by itself, not by the "
                         f"attention interface of transformers; take a model whose attn_implementation can be set")
     check_model(NAME, model)
+
+
+def _registered(sparsity: Sparsity, backend: Backend, tensor_rank: int) -> NameOfProcess:
+    """Register the attention under a new name; also where a model is unpickled."""
+    name = NameOfProcess(NAME, _registered, sparsity, backend, tensor_rank)
+    register(sparsity, name=name, backend=backend, tensor_rank=tensor_rank)
+    return name
 
 
 @contextmanager
@@ -210,21 +244,24 @@ def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *,
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
           mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
           **others: Any) -> Tensor | None:
-    """Return the mask of a call: the padding (batch, length), or (batch, 1, length, kv_length).
+    """Return the mask of a call: the padding up to the last query (batch, positions), or (batch, 1, length, positions).
 
-    None without padding, as far as can be told without waiting for a device.
+    None without padding and empty places, as far as can be told without waiting for a device.
     """
     from transformers import masking_utils
 
     _check_mask(attention_mask)
     mask_function = mask_function or masking_utils.causal_mask_function
-    plain = mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-    if plain and q_length == kv_length and kv_offset == 0:
+    causal = mask_function is masking_utils.causal_mask_function
+    whole = q_length == kv_length and (causal or mask_function is masking_utils.bidirectional_mask_function)
+    if kv_offset == 0 and (whole or causal):
+        end = kv_length if whole else int(q_offset) + q_length
         if attention_mask is None:
-            return None
-        padding = F.pad(attention_mask[:, :kv_length], (0, max(kv_length - attention_mask.shape[1], 0)))
-        return None if padding.device == HOST and bool(padding.all()) else padding  # elsewhere to look would wait
-    if not plain and q_length == kv_length:
+            return None if end == kv_length else torch.ones(batch_size, end, dtype=torch.bool, device=others.get("device"))
+        padding = F.pad(attention_mask[:, :end], (0, max(end - attention_mask.shape[1], 0)))
+        full = end == kv_length and padding.device == HOST and bool(padding.all())  # on a device, to look would wait
+        return None if full else padding
+    if q_length > 1:
         warn_once(f"{NAME}: this model masks more than padding (packed sequences, or a sliding window of its own): a mask "
                   f"of length x length is made, whose memory grows with the square")
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -250,11 +287,30 @@ def attend_whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: T
                  first_head: int) -> Tensor:
     """Return the attention of a sequence to itself: (batch, heads, length, dim). Raises UsageError for other masks."""
     _check_mask(mask)
-    length, block = query.shape[2], structure.block
-    missing = -length % block
-    padded = length + missing
-    blocks = (Blocks.dense(padded, padded, block) if padded < structure.shortest else
-              structure.blocks(padded, causal=causal))
+    return _attend_last(_blocks(structure, query.shape[2], causal=causal), query, key, value, mask, bias, dropped=0,
+                        causal=causal, dropout=dropout, scale=scale, backend=backend, first_head=first_head)
+
+
+def _blocks(structure: SparsityConfig, length: int, *, causal: bool) -> Blocks:
+    """Return the blocks of the padded length; dense where the structure needs a longer one."""
+    padded = length + -length % structure.block
+    if padded < structure.shortest:
+        return Blocks.dense(padded, padded, structure.block)
+    return structure.blocks(padded, causal=causal)
+
+
+def _attend_last(blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, *,
+                 dropped: int, causal: bool, dropout: float, scale: float | None, backend: Backend,
+                 first_head: int) -> Tensor:
+    """Return the attention of the last positions of a sequence to all but the first `dropped`: (batch, heads, queries, dim).
+
+    `mask` and `bias` are of these queries and keys. Queries begin in a block and end in one: both are padded.
+    """
+    block, queries = blocks.block, query.shape[2]
+    end = dropped + key.shape[2]
+    first = end - queries
+    front, key_front, missing = first % block, dropped % block, -end % block
+    blocks = blocks.part(range(first // block, blocks.row_blocks), range(dropped // block, blocks.column_blocks))
     causal = causal and (mask is None or mask.dim() == 2)  # one of four dims says so itself
     padding = None
     if mask is not None and mask.dim() == 2:
@@ -264,17 +320,20 @@ def attend_whole(structure: SparsityConfig, query: Tensor, key: Tensor, value: T
     elif mask is not None:
         added = _added(mask, query.dtype)
         bias = added if bias is None else bias + added
-    bias = None if bias is None else bias.expand(*bias.shape[:-2], length, -1)
-    if missing and padding is None and not causal:
-        padding = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-    if missing:
-        query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
+    bias = None if bias is None else bias.expand(*bias.shape[:-2], queries, -1)
+    if padding is None and (key_front or (missing and not causal)):
+        padding = torch.ones(query.shape[0], key.shape[2], dtype=torch.bool, device=query.device)
+    if front or missing:
+        query = F.pad(query, (0, 0, front, missing))
+    if key_front or missing:
+        key, value = (F.pad(each, (0, 0, key_front, missing)) for each in (key, value))
         if padding is not None:
-            padding = F.pad(padding, (0, missing), value=False if padding.dtype == torch.bool else -torch.inf)
-        bias = None if bias is None else F.pad(bias, (0, missing, 0, missing))
+            padding = F.pad(padding, (key_front, missing), value=False if padding.dtype == torch.bool else -torch.inf)
+    if bias is not None and (front or key_front or missing):
+        bias = F.pad(bias, (key_front, missing, front, missing))
     output = attend(query, key, value, blocks, scale=scale, causal=causal, key_padding=padding, bias=bias, dropout=dropout,
                     first_head=first_head, backend=backend)
-    return output[:, :, :length]
+    return output[:, :, front:front + queries]
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -285,33 +344,52 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend_cached(structure: SparsityConfig | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                  bias: Tensor | None, *, causal: bool, dropout: float, scale: float | None) -> Tensor:
-    """Return the attention of the last queries to a cache, dense but for the layout: (batch, heads, queries, dim).
+                  bias: Tensor | None, *, causal: bool, dropout: float, scale: float | None, backend: Backend,
+                  first_head: int) -> Tensor:
+    """Return the attention of the last queries to a cache, dense without a structure: (batch, heads, queries, dim).
 
-    `mask` is of the positions, of which the keys are the last (batch, heads or 1, queries, positions), or says which of
-    them are padding (batch, positions).
+    `mask` says which positions up to the last query's own are padding (batch, positions); or it is of all positions, of
+    which the keys are the last (batch, heads or 1, queries, positions).
     """
     _check_mask(mask)
-    queries, keys, device = query.shape[2], key.shape[2], query.device
-    if mask is not None and mask.shape[-1] < keys:
+    queries, keys = query.shape[2], key.shape[2]
+    positions = keys if mask is None else mask.shape[-1]
+    if positions < (keys if mask is not None and mask.dim() == 4 else queries):
         raise UsageError(f"{NAME}: the mask is {tuple(mask.shape)}, and there are {keys} keys; give a mask of "
                          f"({query.shape[0]}, {keys}) or ({query.shape[0]}, 1, {queries}, {keys})")
-    length = keys if mask is None else mask.shape[-1]
-    own = torch.arange(length - queries, length, device="cpu")
-    if mask is None or mask.dim() == 2:
-        numbers = torch.arange(length, device=device)
-        seen = numbers <= own.to(device)[:, None] if causal else numbers.new_ones(queries, length, dtype=torch.bool)
-        mask = seen if mask is None else seen & mask[:, None, None].to(torch.bool)
-    elif structure is not None:  # a static cache has empty positions after the last query's own, which nobody sees
-        anybody = (mask if mask.dtype == torch.bool else mask > HIDES).flatten(0, 2).any(0)
-        empty = length - 1 - int((anybody * torch.arange(length, device=device)).max())
-        own = (own - empty).clamp_(min=0)
-    padded = 0 if structure is None else length + -length % structure.block
-    if structure is not None and padded >= structure.shortest:
-        rows = structure.blocks(padded, causal=causal).layout[:, own // structure.block]
-        visible = rows.repeat_interleave(structure.block, -1)[None, :, :, :length].to(device)
-        mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
-    mask = mask[..., length - keys:]
+    dropped = max(positions - keys, 0)
+    end = positions
+    if mask is not None and mask.dim() == 4 and structure is not None:
+        seen = (mask if mask.dtype == torch.bool else mask > HIDES).flatten(0, 2).any(0)
+        last = int((seen * torch.arange(positions, device=seen.device)).max())
+        end = max(last + 1, dropped + queries)  # after it are the empty places of a static cache
+    if end - dropped < keys:
+        key, value = key[:, :, :end - dropped], value[:, :, :end - dropped]
+        bias = None if bias is None else bias[..., :end - dropped]
+    mask = None if mask is None else mask[..., dropped:end]
+    blocks = None if structure is None else _blocks(structure, end, causal=causal)
+    if blocks is not None and queries > blocks.block:
+        return _attend_last(blocks, query, key, value, mask, bias, dropped=dropped, causal=causal, dropout=dropout,
+                            scale=scale, backend=backend, first_head=first_head)
+    numbers = torch.arange(dropped, end, device="cpu")
+    own = numbers[-queries:, None]
+    seen = (numbers <= own if causal and (mask is None or mask.dim() == 2) else own >= 0)[None, None]
+    if blocks is not None:
+        rows = blocks.layout[:, own[:, 0] // blocks.block].bool()  # heads, queries, blocks of keys
+        chosen = numbers[rows.flatten(0, 1).any(0)[numbers // blocks.block]]
+        seen = seen.expand(-1, -1, -1, len(numbers))[..., chosen - dropped] & rows[..., chosen // blocks.block]
+        if len(chosen) < len(numbers):
+            index = (chosen - dropped).to(query.device)
+            key, value = key.index_select(2, index), value.index_select(2, index)
+            mask = None if mask is None else mask[..., index]
+            bias = None if bias is None else bias[..., index]
+    seen = seen.to(query.device)
+    if mask is None:
+        mask = seen
+    elif mask.dim() == 2:
+        mask = seen & mask[:, None, None].to(torch.bool)
+    else:
+        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
     if bias is not None:
         mask = bias + _added(mask, query.dtype)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale,

@@ -75,7 +75,8 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bi
         scores = scores + term.added(term.tensor)
     visible = blocks.layout.to(query.device).repeat_interleave(blocks.block, 1).repeat_interleave(blocks.block, 2)
     if call.causal:
-        visible = visible.tril()
+        positions = blocks.row_positions.to(query.device)[..., None]
+        visible = visible & (torch.arange(blocks.kv_length, device=query.device) <= positions)
     scores = scores.masked_fill(~visible, -torch.inf)
     empty = (scores == -torch.inf).all(-1)
     scores = scores.masked_fill(empty[..., None], 0.0)

@@ -49,6 +49,9 @@ class SparsityConfig:
         self.seed = 0
         self._at_least(1, num_heads=num_heads, block=block)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_known": OrderedDict[Hashable, object]()}  # keys are addresses of tensors
+
     def with_seed(self, seed: int) -> Self:
         """Let random columns be those of `seed`, in place of 0; return this configuration."""
         self._at_least(0, seed=seed)

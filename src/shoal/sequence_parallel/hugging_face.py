@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from shoal.attention.attend import Backend
 from shoal.attention.blocks import Blocks
 from shoal.attention.hugging_face import (
+    NameOfProcess,
     Sparsity,
     Structures,
     TakesAttention,
@@ -46,7 +46,6 @@ __all__ = ["SequenceAttention", "padding_of", "register_sequence_attention", "se
 _NAME = "shoal_sequence"
 _POOLING = ("ForMultipleChoice", "ForNextSentencePrediction", "ForSequenceClassification")
 """Ends of the names of models whose head reads one position."""
-_numbers = count(1)
 
 
 def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity | None = None, *,
@@ -65,7 +64,7 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
     if type(model).__name__.endswith(_POOLING):
         raise NotServed(f"use_sequence_attention: {type(model).__name__} pools one position of the sequence, which one rank "
                         f"has; split the model without its head, and compute the loss on the rank that has the position")
-    name = f"{_NAME}_{next(_numbers)}"
+    name = NameOfProcess(_NAME, _refused)
     register_sequence_attention(name, SequenceAttention(
         axis, None if sparsity is None else Structures(sparsity), exchange=exchange, backend=backend,
         tensor_rank=tensor_rank, split_in_eval=split_in_eval))
@@ -92,6 +91,18 @@ def padding_of(module: nn.Module) -> tuple[int, Positions]:
 def register_sequence_attention(name: str, attention: SequenceAttention) -> None:
     """Give transformers `attention` under `name`, for every model whose `attn_implementation` that is."""
     register_attention(name, attention, _mask)
+
+
+def _refused() -> NameOfProcess:
+    """Register an attention that raises, for a model that is unpickled: its sequence axis stays behind."""
+    name = NameOfProcess(_NAME, _refused)
+    register_attention(name, _refuse, _mask)
+    return name
+
+
+def _refuse(module: nn.Module, *operands: object, **options: object) -> None:
+    raise UsageError(f"{_NAME}: the model of this {type(module).__name__} was loaded from a pickle, which has no sequence "
+                     f"axis; call use_sequence_attention(model, axis) again, or model.set_attn_implementation('sdpa')")
 
 
 class SequenceAttention:
@@ -135,7 +146,8 @@ class SequenceAttention:
         if structure is not None and query.shape[2] != columns:
             check_continues(_NAME, module, query, key, causal=causal)
         if structure is None or query.shape[2] != columns:
-            return attend_cached(structure, query, key, value, padding, bias, causal=causal, dropout=dropout, scale=scale)
+            return attend_cached(structure, query, key, value, padding, bias, causal=causal, dropout=dropout, scale=scale,
+                                 backend=self._backend, first_head=self._tensor_rank * query.shape[1])
         return attend_whole(structure, query, key, value, padding, bias, causal=causal, dropout=dropout, scale=scale,
                             backend=self._backend, first_head=self._tensor_rank * query.shape[1])
 
