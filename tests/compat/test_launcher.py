@@ -207,7 +207,7 @@ def test_the_address_of_the_first_node_is_looked_up(
     assert found[4:6] == ["--rendezvous", "10.0.0.7:1"]
     assert (tmp_path / "asked").read_text() == "hostname -I\n"
     (tmp_path / "ssh").write_text("#!/bin/sh\necho 'ssh: Could not resolve hostname a' >&2; exit 255\n")
-    with pytest.raises(RuntimeError, match=r"address of a, the first host, .* ssh: Could not resolve .*; give --master_addr"):
+    with pytest.raises(RuntimeError, match=r"address of a, the first host, .* ssh: Could not resolve .* --master_addr"):
         command_of(monkeypatch, f"{words} 1 train.py")
 
 
