@@ -354,7 +354,7 @@ def attend_cached(structure: SparsityConfig | None, query: Tensor, key: Tensor, 
     _check_mask(mask)
     queries, keys = query.shape[2], key.shape[2]
     positions = keys if mask is None else mask.shape[-1]
-    if positions < (keys if mask is not None and mask.dim() == 4 else queries):
+    if mask is not None and positions < (keys if mask.dim() == 4 else queries):
         raise UsageError(f"{NAME}: the mask is {tuple(mask.shape)}, and there are {keys} keys; give a mask of "
                          f"({query.shape[0]}, {keys}) or ({query.shape[0]}, 1, {queries}, {keys})")
     dropped = max(positions - keys, 0)
