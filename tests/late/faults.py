@@ -117,6 +117,8 @@ FAULTS = (
           removes="event.synchronize()", program="through a ring"),
     Fault(name="a checkpoint is written before it is staged", where="checkpoint.rank_file:Staging._stage",
           removes="ring.finish()", program="staged"),
+    Fault(name="a thread saves what a stream has not computed", where="checkpoint.rank_file:Staging._stage_later",
+          removes="with within(stream):", leaves="if True:", program="saved in a stream"),
     Fault(name="what is staged is released under its copy", where="checkpoint.rank_file:Staging._stage",
           removes="self._ring(piece.data.device).finish()", program="staged and released"),
     Fault(name="the order of collectives is not compared", where="transport.native_watch:IssuedOrder.add",

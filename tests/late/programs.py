@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -22,7 +22,7 @@ from torch.nn import functional
 import shoal
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import Staging
-from shoal.device import HOST, can_pin, current_device, synchronize
+from shoal.device import HOST, DeviceStream, can_pin, current_device, new_stream, synchronize
 from shoal.errors import RanksDisagree
 from shoal.tensor_parallel import Plan, parallelize
 from shoal.tensor_parallel.axis import Axis
@@ -324,6 +324,32 @@ def _heard_within(group: dist.ProcessGroup, collective: Callable[[Tensor], objec
     return [torch.full((1,), heard)]
 
 
+def _side_streams(count: int) -> list[DeviceStream]:
+    """Return streams of the device; none where it is the host."""
+    made = [new_stream(current_device()) for _ in range(count)]
+    return [stream for stream in made if stream is not None]
+
+
+def _saved_in_a_stream() -> list[Tensor]:
+    """A script trains in a stream of its own, and saves there: a thread writes what the device may not have computed yet."""
+    engine = shoal.initialize(model=_layers(), config={
+        "train_micro_batch_size_per_gpu": 3, "log_level": "error", "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 2}, "checkpoint": {"async_save": False}})[0]
+    x = _batch(0, torch.float32).to(engine.device)
+    synchronize(current_device())
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as within:
+        for stream in _side_streams(1):
+            within.enter_context(stream.use())
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        found = [parameter.detach().cpu() for parameter in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
 def _loaded() -> list[Tensor]:
     """A checkpoint is loaded into weights on the host whose copies an evaluation has queued."""
     model = _layers()
@@ -409,6 +435,7 @@ PROGRAMS: dict[str, Program] = {
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
     "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
     "abandoned by a tensor rank": Program(ranks=2, run=_abandoned_by_a_tensor_rank, has_host_numbers=False),
+    "saved in a stream": Program(ranks=1, run=_saved_in_a_stream),
     "loaded": Program(ranks=1, run=_loaded),
     "gradients read": Program(ranks=2, run=_gradients_read),
     "pipeline": Program(ranks=2, run=_pipeline),
