@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -324,10 +324,60 @@ def _heard_within(group: dist.ProcessGroup, collective: Callable[[Tensor], objec
     return [torch.full((1,), heard)]
 
 
-def _side_streams(count: int) -> list[DeviceStream]:
-    """Return streams of the device; none where it is the host."""
-    made = [new_stream(current_device()) for _ in range(count)]
-    return [stream for stream in made if stream is not None]
+def _side_streams(count: int) -> list[DeviceStream | None]:
+    """Return streams of the device; None where it is the host."""
+    return [new_stream(current_device()) for _ in range(count)]
+
+
+@contextmanager
+def _in_turn(stream: DeviceStream | None) -> Generator[None]:
+    """Compute in `stream`, after what was given to the device before, and before what is given to it later."""
+    if stream is None:
+        yield
+        return
+    stream.wait_for_current()
+    with stream.use():
+        yield
+    stream.record().stream_wait()
+
+
+def _in_several_streams() -> list[Tensor]:
+    """A script gives forward, backward and the step to a stream each: what one has allocated, another one uses."""
+    engine = shoal.initialize(model=_layers(), config={
+        "train_micro_batch_size_per_gpu": 3, "log_level": "error", "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": ON_HOST}})[0]
+    forward, backward, stepping = _side_streams(3)
+    losses: list[Tensor] = []
+    for step in range(STEPS):
+        x = _batch(step, torch.float32).to(engine.device)
+        with _in_turn(forward):
+            losses.append(engine(x).square().mean())
+        with _in_turn(backward):
+            engine.backward(losses[-1])
+        with _in_turn(stepping):
+            engine.step()
+    weights = engine.consolidated_state_dict(torch.float32) or {}
+    engine.destroy()
+    return [*(loss.detach().cpu() for loss in losses), *(weight.cpu() for weight in weights.values())]
+
+
+def _gathered_in_two_streams() -> list[Tensor]:
+    """Weights that one stream has gathered are read in another one, which does not follow it."""
+    engine = shoal.initialize(model=_layers(), config={
+        "train_micro_batch_size_per_gpu": 3, "log_level": "error",
+        "zero_optimization": {"stage": 0, "offload_param": ON_HOST}})[0]
+    with torch.no_grad():
+        engine(_batch(0, torch.float32).to(engine.device))  # releases the weights
+    synchronize(current_device())
+    contexts = [nullcontext() if stream is None else stream.use() for stream in _side_streams(2)]
+    with ExitStack() as outer:
+        with contexts[0]:
+            outer.enter_context(shoal.gathered(engine.module))
+        with contexts[1], shoal.gathered(engine.module):
+            found = [parameter.detach().square().sum() for parameter in engine.module.parameters()]
+    synchronize(current_device())
+    engine.destroy()
+    return [each.cpu() for each in found]
 
 
 def _saved_in_a_stream() -> list[Tensor]:
@@ -336,10 +386,8 @@ def _saved_in_a_stream() -> list[Tensor]:
         "train_micro_batch_size_per_gpu": 3, "log_level": "error", "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         "zero_optimization": {"stage": 2}, "checkpoint": {"async_save": False}})[0]
     x = _batch(0, torch.float32).to(engine.device)
-    synchronize(current_device())
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as within:
-        for stream in _side_streams(1):
-            within.enter_context(stream.use())
+    [stream] = _side_streams(1)
+    with tempfile.TemporaryDirectory() as folder, _in_turn(stream):
         for _ in range(2):
             engine.backward(engine(x).square().mean())
             engine.step()
@@ -435,6 +483,8 @@ PROGRAMS: dict[str, Program] = {
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
     "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
     "abandoned by a tensor rank": Program(ranks=2, run=_abandoned_by_a_tensor_rank, has_host_numbers=False),
+    "in several streams": Program(ranks=2, run=_in_several_streams),
+    "gathered in two streams": Program(ranks=1, run=_gathered_in_two_streams),
     "saved in a stream": Program(ranks=1, run=_saved_in_a_stream),
     "loaded": Program(ranks=1, run=_loaded),
     "gradients read": Program(ranks=2, run=_gradients_read),

@@ -106,11 +106,16 @@ class _SideStream(CopyStream):
             self._stream.record_use(tensor)
 
 
-def allocate(tensor: Tensor) -> None:
-    """Give `tensor`, of contiguous elements from its storage's first on, memory of the compute stream if it has none."""
+def allocate(tensor: Tensor) -> bool:
+    """Give `tensor`, of contiguous elements from its storage's first on, memory of the compute stream if it has none.
+
+    Returns whether it had none.
+    """
     storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        storage.resize_(tensor.numel() * tensor.element_size())
+    if storage.nbytes():
+        return False
+    storage.resize_(tensor.numel() * tensor.element_size())
+    return True
 
 
 def free(tensor: Tensor) -> None:
