@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from queue import SimpleQueue
 from typing import Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._deferred: deque[Callable[[], None]] = deque()
+        self._deferred: deque[WeakMethod[Callable[[], None]]] = deque()
 
     def use(self) -> AbstractContextManager[object]:
         """Return a context whose copies run in this stream, after all work that the compute stream was given so far."""
@@ -71,10 +72,14 @@ class CopyStream:
         """Keep the memory of `tensor`, if it is freed, until this stream's present work is done."""
 
     def defer(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, which waits for a copy and goes on from there, once a few later ones were deferred."""
-        self._deferred.append(callback)
+        """Call `callback`, which waits for a copy and goes on from there, once a few later ones were deferred.
+
+        It is a method, and is not called once its object is gone: the stream outlives the engines that use it.
+        """
+        self._deferred.append(WeakMethod(callback))
         while len(self._deferred) > _DEFERRED:
-            self._deferred.popleft()()
+            if (due := self._deferred.popleft()()) is not None:
+                due()
 
 
 class _SideStream(CopyStream):
