@@ -24,6 +24,7 @@ from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import Staging
 from shoal.device import HOST, DeviceStream, can_pin, current_device, new_stream, synchronize
 from shoal.errors import RanksDisagree
+from shoal.pipeline.wire import Wire
 from shoal.tensor_parallel import Plan, parallelize
 from shoal.tensor_parallel.axis import Axis
 from shoal.tier import Memory, elastic
@@ -234,6 +235,20 @@ def _dropped_under_a_copy() -> list[Tensor]:
     return [other.cpu()]
 
 
+def _dropped_under_its_copy_down() -> list[Tensor]:
+    """A span of the device is dropped while it goes down: what goes down is what it had."""
+    device = current_device()
+    span, rest = mirrored(device, _host(), 1024, torch.float32, "gradient")
+    below = rest.tensor
+    span.fetch(fresh=True).wait()
+    span.tensor.fill_(3)
+    span.commit()
+    del span, rest
+    torch.full((1024,), 5.0, device=device)
+    synchronize(device)
+    return [below.clone()]
+
+
 def _after_a_backward_that_steps() -> shoal.Engine:
     config = _Training(zero={"stage": 2, "offload_optimizer": _IN_BACKWARD}, more=_BF16)._config("")
     engine = shoal.initialize(model=_layers(), config={**config, "gradient_clipping": 0.0})[0]
@@ -294,6 +309,20 @@ def _abandoned_by_a_tensor_rank() -> list[Tensor]:
     group = _group_of_seconds()
     axis = Axis(group)
     return _heard_within(group, lambda whole: axis.all_reduce(whole).wait())
+
+
+def _abandoned_in_a_broadcast() -> list[Tensor]:
+    """A rank fails before the broadcast that the other has given its device."""
+    group = _group_of_seconds()
+    communicator = Communicator(group, timeout=5)
+    return _heard_within(group, lambda whole: communicator.broadcast(whole, 1, "weights"))
+
+
+def _abandoned_by_a_sender() -> list[Tensor]:
+    """A rank fails before it sends the message that the other has its device receive."""
+    group = _group_of_seconds()
+    wire = Wire(group, 1 - dist.get_rank(group), 0, current_device())
+    return _heard_within(group, lambda whole: wire.receive([whole], 0).wait())
 
 
 def _group_of_seconds() -> dist.ProcessGroup:
@@ -478,6 +507,7 @@ PROGRAMS: dict[str, Program] = {
     "through a ring": Program(ranks=1, run=_through_a_ring),
     "up through a ring": Program(ranks=1, run=_up_through_a_ring),
     "dropped under a copy": Program(ranks=1, run=_dropped_under_a_copy),
+    "dropped under its copy down": Program(ranks=1, run=_dropped_under_its_copy_down),
     "dropped in backward": Program(ranks=1, run=_dropped_in_backward),
     "destroyed in backward": Program(ranks=1, run=_destroyed_in_backward),
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
@@ -485,6 +515,8 @@ PROGRAMS: dict[str, Program] = {
     "abandoned by a tensor rank": Program(ranks=2, run=_abandoned_by_a_tensor_rank, has_host_numbers=False),
     "in several streams": Program(ranks=2, run=_in_several_streams),
     "gathered in two streams": Program(ranks=1, run=_gathered_in_two_streams),
+    "abandoned in a broadcast": Program(ranks=2, run=_abandoned_in_a_broadcast, has_host_numbers=False),
+    "abandoned by a sender": Program(ranks=2, run=_abandoned_by_a_sender, has_host_numbers=False),
     "saved in a stream": Program(ranks=1, run=_saved_in_a_stream),
     "loaded": Program(ranks=1, run=_loaded),
     "gradients read": Program(ranks=2, run=_gradients_read),
