@@ -134,6 +134,8 @@ FAULTS = (
     Fault(name="broadcasts of a device are not watched", where="transport.collectives:Communicator.broadcast",
           removes='over(call, self._launch(f"broadcast of {what}", launch).wait)', leaves="launch().wait()",
           program="abandoned in a broadcast"),
+    Fault(name="parts of a state dict are not watched", where="transport.collectives:Communicator._wait_for_message",
+          removes="self._launch(_STATE_DICT, launch).wait()", leaves="launch().wait()", program="abandoned by a collector"),
     Fault(name="messages of a device are not watched", where="pipeline.wire:WireTransfer.add",
           removes="self._launched.add(work)", leaves="0", program="abandoned by a sender"),
     Fault(name="collectives without their rank are not aborted", where="transport.native_watch:LaunchedCollectives._abort",

@@ -32,7 +32,7 @@ from shoal.tier.device_mirror import mirrored
 from shoal.tier.streams import PinnedRing, UploadRing, free, h2d_stream
 from shoal.transport.collectives import Communicator, Label
 from shoal.transport.failure_board import FailureBoard
-from tests.late.device import seed
+from tests.late.device import NAME, seed
 from tests.late.faults import FAULTS, plant
 from tests.late.group import BACKEND
 from tests.pipeline import small
@@ -325,6 +325,14 @@ def _abandoned_by_a_sender() -> list[Tensor]:
     return _heard_within(group, lambda whole: wire.receive([whole], 0).wait())
 
 
+def _abandoned_by_a_collector() -> list[Tensor]:
+    """A rank fails before it sends the part of the state dict that the other, in a group without gloo, has awaited."""
+    group = dist.new_group(backend=NAME, timeout=timedelta(seconds=5))
+    assert isinstance(group, dist.ProcessGroup)
+    communicator = Communicator(group, timeout=5)
+    return _heard_within(group, lambda _: communicator.gather_to_first(None, {1: ((64,), torch.float32)}))
+
+
 def _group_of_seconds() -> dist.ProcessGroup:
     group = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=5))
     assert isinstance(group, dist.ProcessGroup)
@@ -516,6 +524,7 @@ PROGRAMS: dict[str, Program] = {
     "in several streams": Program(ranks=2, run=_in_several_streams),
     "gathered in two streams": Program(ranks=1, run=_gathered_in_two_streams),
     "abandoned in a broadcast": Program(ranks=2, run=_abandoned_in_a_broadcast, has_host_numbers=False),
+    "abandoned by a collector": Program(ranks=2, run=_abandoned_by_a_collector, has_host_numbers=False),
     "abandoned by a sender": Program(ranks=2, run=_abandoned_by_a_sender, has_host_numbers=False),
     "saved in a stream": Program(ranks=1, run=_saved_in_a_stream),
     "loaded": Program(ranks=1, run=_loaded),

@@ -113,7 +113,8 @@ def _lr_on_device() -> tuple[list[str], list[float]]:
     """Return the host's reads of the device in steps whose learning rate, there too, a script halves; then the weights."""
     model = _model().to("late")
     rate = torch.tensor(0.1, device="late")
-    engine = shoal.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=rate, capturable=True), config={
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+    engine = shoal.initialize(model=model, optimizer=optimizer, config={
         "train_micro_batch_size_per_gpu": 4, "log_level": "error", "zero_optimization": {"stage": 2}})[0]
     inputs = [x.to(engine.device) for x in _inputs()]
     with _Reads() as reads:

@@ -2,8 +2,8 @@
 
 Tensors travel as raw bytes without a copy, so every dtype is supported. Headers and CPU tensors go by gloo, cut into chunks
 like those of collectives. Device tensors go by the device's own backend, uncut; if that backend is gloo, they are copied
-through the host. NCCL has no tags, so with NCCL each wire needs a process group of its own. The messages that a device carries
-are watched, and aborted, as its collectives are (`transport/native_watch.py`).
+through the host. NCCL has no tags, so with NCCL each wire needs a process group of its own. The messages that a device
+carries are watched, and aborted, as its collectives are (`transport/native_watch.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class WireTransfer:
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> None:
         """Return when the tensors may be used; on NCCL, by later work on this thread's stream. Call it once.
 
-        Raises RuntimeError if the peer is gone, or the failure of another rank has ended the device's messages. After `timeout` gloo ends the whole group and raises too.
+        Raises RuntimeError if the peer is gone, or another rank's failure has ended the device's messages. After `timeout` gloo
+        ends the whole group and raises too.
         """
         for work in self._host_work:
             work.wait(timeout)
