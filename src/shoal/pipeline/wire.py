@@ -58,8 +58,8 @@ class WireTransfer:
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> None:
         """Return when the tensors may be used; on NCCL, by later work on this thread's stream. Call it once.
 
-        Raises RuntimeError if the peer is gone, or another rank's failure has ended the device's messages. After `timeout` gloo
-        ends the whole group and raises too.
+        Raises RuntimeError if the peer is gone, or another rank's failure has ended the device's messages. After `timeout`
+        gloo ends the whole group and raises too.
         """
         for work in self._host_work:
             work.wait(timeout)
