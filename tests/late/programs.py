@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -22,8 +22,9 @@ from torch.nn import functional
 import shoal
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.rank_file import Staging
-from shoal.device import HOST, can_pin, current_device, synchronize
+from shoal.device import HOST, DeviceStream, can_pin, current_device, new_stream, synchronize
 from shoal.errors import RanksDisagree
+from shoal.pipeline.wire import Wire
 from shoal.tensor_parallel import Plan, parallelize
 from shoal.tensor_parallel.axis import Axis
 from shoal.tier import Memory, elastic
@@ -31,7 +32,7 @@ from shoal.tier.device_mirror import mirrored
 from shoal.tier.streams import PinnedRing, UploadRing, free, h2d_stream
 from shoal.transport.collectives import Communicator, Label
 from shoal.transport.failure_board import FailureBoard
-from tests.late.device import seed
+from tests.late.device import NAME, seed
 from tests.late.faults import FAULTS, plant
 from tests.late.group import BACKEND
 from tests.pipeline import small
@@ -234,6 +235,20 @@ def _dropped_under_a_copy() -> list[Tensor]:
     return [other.cpu()]
 
 
+def _dropped_under_its_copy_down() -> list[Tensor]:
+    """A span of the device is dropped while it goes down: what goes down is what it had."""
+    device = current_device()
+    span, rest = mirrored(device, _host(), 1024, torch.float32, "gradient")
+    below = rest.tensor
+    span.fetch(fresh=True).wait()
+    span.tensor.fill_(3)
+    span.commit()
+    del span, rest
+    torch.full((1024,), 5.0, device=device)
+    synchronize(device)
+    return [below.clone()]
+
+
 def _after_a_backward_that_steps() -> shoal.Engine:
     config = _Training(zero={"stage": 2, "offload_optimizer": _IN_BACKWARD}, more=_BF16)._config("")
     engine = shoal.initialize(model=_layers(), config={**config, "gradient_clipping": 0.0})[0]
@@ -296,6 +311,28 @@ def _abandoned_by_a_tensor_rank() -> list[Tensor]:
     return _heard_within(group, lambda whole: axis.all_reduce(whole).wait())
 
 
+def _abandoned_in_a_broadcast() -> list[Tensor]:
+    """A rank fails before the broadcast that the other has given its device."""
+    group = _group_of_seconds()
+    communicator = Communicator(group, timeout=5)
+    return _heard_within(group, lambda whole: communicator.broadcast(whole, 1, "weights"))
+
+
+def _abandoned_by_a_sender() -> list[Tensor]:
+    """A rank fails before it sends the message that the other has its device receive."""
+    group = _group_of_seconds()
+    wire = Wire(group, 1 - dist.get_rank(group), 0, current_device())
+    return _heard_within(group, lambda whole: wire.receive([whole], 0).wait())
+
+
+def _abandoned_by_a_collector() -> list[Tensor]:
+    """A rank fails before it sends the part of the state dict that the other, in a group without gloo, has awaited."""
+    group = dist.new_group(backend=NAME, timeout=timedelta(seconds=5))
+    assert isinstance(group, dist.ProcessGroup)
+    communicator = Communicator(group, timeout=5)
+    return _heard_within(group, lambda _: communicator.gather_to_first(None, {1: ((64,), torch.float32)}))
+
+
 def _group_of_seconds() -> dist.ProcessGroup:
     group = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=5))
     assert isinstance(group, dist.ProcessGroup)
@@ -322,6 +359,80 @@ def _heard_within(group: dist.ProcessGroup, collective: Callable[[Tensor], objec
         heard = float("out of memory" in str(error))
     store.set(name, "")
     return [torch.full((1,), heard)]
+
+
+def _side_streams(count: int) -> list[DeviceStream | None]:
+    """Return streams of the device; None where it is the host."""
+    return [new_stream(current_device()) for _ in range(count)]
+
+
+@contextmanager
+def _in_turn(stream: DeviceStream | None) -> Generator[None]:
+    """Compute in `stream`, after what was given to the device before, and before what is given to it later."""
+    if stream is None:
+        yield
+        return
+    stream.wait_for_current()
+    with stream.use():
+        yield
+    stream.record().stream_wait()
+
+
+def _in_several_streams() -> list[Tensor]:
+    """A script gives forward, backward and the step to a stream each: what one has allocated, another one uses."""
+    engine = shoal.initialize(model=_layers(), config={
+        "train_micro_batch_size_per_gpu": 3, "log_level": "error", "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": ON_HOST}})[0]
+    forward, backward, stepping = _side_streams(3)
+    losses: list[Tensor] = []
+    for step in range(STEPS):
+        x = _batch(step, torch.float32).to(engine.device)
+        with _in_turn(forward):
+            losses.append(engine(x).square().mean())
+        with _in_turn(backward):
+            engine.backward(losses[-1])
+        with _in_turn(stepping):
+            engine.step()
+    weights = engine.consolidated_state_dict(torch.float32) or {}
+    engine.destroy()
+    return [*(loss.detach().cpu() for loss in losses), *(weight.cpu() for weight in weights.values())]
+
+
+def _gathered_in_two_streams() -> list[Tensor]:
+    """Weights that one stream has gathered are read in another one, which does not follow it."""
+    engine = shoal.initialize(model=_layers(), config={
+        "train_micro_batch_size_per_gpu": 3, "log_level": "error",
+        "zero_optimization": {"stage": 0, "offload_param": ON_HOST}})[0]
+    with torch.no_grad():
+        engine(_batch(0, torch.float32).to(engine.device))  # releases the weights
+    synchronize(current_device())
+    contexts = [nullcontext() if stream is None else stream.use() for stream in _side_streams(2)]
+    with ExitStack() as outer:
+        with contexts[0]:
+            outer.enter_context(shoal.gathered(engine.module))
+        with contexts[1], shoal.gathered(engine.module):
+            found = [parameter.detach().square().sum() for parameter in engine.module.parameters()]
+    synchronize(current_device())
+    engine.destroy()
+    return [each.cpu() for each in found]
+
+
+def _saved_in_a_stream() -> list[Tensor]:
+    """A script trains in a stream of its own, and saves there: a thread writes what the device may not have computed yet."""
+    engine = shoal.initialize(model=_layers(), config={
+        "train_micro_batch_size_per_gpu": 3, "log_level": "error", "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 2}, "checkpoint": {"async_save": False}})[0]
+    x = _batch(0, torch.float32).to(engine.device)
+    [stream] = _side_streams(1)
+    with tempfile.TemporaryDirectory() as folder, _in_turn(stream):
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        found = [parameter.detach().cpu() for parameter in engine.module.parameters()]
+    engine.destroy()
+    return found
 
 
 def _loaded() -> list[Tensor]:
@@ -404,11 +515,18 @@ PROGRAMS: dict[str, Program] = {
     "through a ring": Program(ranks=1, run=_through_a_ring),
     "up through a ring": Program(ranks=1, run=_up_through_a_ring),
     "dropped under a copy": Program(ranks=1, run=_dropped_under_a_copy),
+    "dropped under its copy down": Program(ranks=1, run=_dropped_under_its_copy_down),
     "dropped in backward": Program(ranks=1, run=_dropped_in_backward),
     "destroyed in backward": Program(ranks=1, run=_destroyed_in_backward),
     "issued in other orders": Program(ranks=2, run=_issued_in_other_orders, has_host_numbers=False),
     "abandoned": Program(ranks=2, run=_abandoned, has_host_numbers=False),
     "abandoned by a tensor rank": Program(ranks=2, run=_abandoned_by_a_tensor_rank, has_host_numbers=False),
+    "in several streams": Program(ranks=2, run=_in_several_streams),
+    "gathered in two streams": Program(ranks=1, run=_gathered_in_two_streams),
+    "abandoned in a broadcast": Program(ranks=2, run=_abandoned_in_a_broadcast, has_host_numbers=False),
+    "abandoned by a collector": Program(ranks=2, run=_abandoned_by_a_collector, has_host_numbers=False),
+    "abandoned by a sender": Program(ranks=2, run=_abandoned_by_a_sender, has_host_numbers=False),
+    "saved in a stream": Program(ranks=1, run=_saved_in_a_stream),
     "loaded": Program(ranks=1, run=_loaded),
     "gradients read": Program(ranks=2, run=_gradients_read),
     "pipeline": Program(ranks=2, run=_pipeline),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -302,3 +304,19 @@ def _loaded(folder: str, stage: int) -> list[bool]:
 def test_a_load_waits_for_copies_of_the_weights(stage: int, ranks: int, tmp_path: Path) -> None:
     with ranks_on(prepare):
         assert run_ranks(ranks, _loaded, str(tmp_path), stage) == [[True, True]] * ranks
+
+
+def _outlives_its_owner() -> bool:
+    device = load()
+    span, rest = mirrored(device, Memory(device=torch.device("cpu"), pinned=device), 1024, torch.float32, "gradient")
+    span.fetch(fresh=True).wait()
+    span.commit()
+    left = ref(span)
+    del span, rest
+    gc.collect()
+    return left() is not None
+
+
+def test_a_copy_under_way_does_not_keep_what_it_reads() -> None:
+    with ranks_on(prepare):
+        assert run_ranks(1, _outlives_its_owner) == [False]

@@ -107,3 +107,33 @@ def test_a_step_in_bf16_reads_one_flag_unless_nothing_is_checked(checked: bool) 
     with ranks_on(prepare):
         [(reads, _, _)] = run_ranks(1, _steps, 2, 0.1, {"bf16": {"enabled": True, "check_grad_overflow": checked}})
     assert len(reads) == (STEPS if checked else 0)
+
+
+def _lr_on_device() -> tuple[list[str], list[float]]:
+    """Return the host's reads of the device in steps whose learning rate, there too, a script halves; then the weights."""
+    model = _model().to("late")
+    rate = torch.tensor(0.1, device="late")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+    engine = shoal.initialize(model=model, optimizer=optimizer, config={
+        "train_micro_batch_size_per_gpu": 4, "log_level": "error", "zero_optimization": {"stage": 2}})[0]
+    inputs = [x.to(engine.device) for x in _inputs()]
+    with _Reads() as reads:
+        for x in inputs:
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            rate.mul_(0.5)
+    return reads.found, [parameter.double().sum().item() for parameter in model.parameters()]
+
+
+def test_a_learning_rate_on_the_device_is_not_read() -> None:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for x in _inputs():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+    with ranks_on(prepare):
+        [(reads, sums)] = run_ranks(1, _lr_on_device)
+    assert reads == []
+    assert sums == pytest.approx([parameter.double().sum().item() for parameter in model.parameters()], rel=1e-3)

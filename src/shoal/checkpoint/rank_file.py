@@ -31,7 +31,7 @@ from shoal.checkpoint.index import File, Range
 from shoal.checkpoint.memory_file import FilePool
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.tensor_file import BLOCK, CODES, Entry, checksums, header, memory, widest_first, write_all
-from shoal.device import on_accelerator
+from shoal.device import HOST, on_accelerator, set_current, stream_of_thread, within
 from shoal.errors import CheckpointError
 from shoal.tier.streams import PinnedRing
 
@@ -73,8 +73,9 @@ class Staging:
         """Copy `pieces`, grouped into files of about `file_bytes` at piece boundaries.
 
         If `streamed`, or if some pieces have a `hold` (their data is not resident), each file is staged when it is
-        requested, and the pieces must not change until then. Raises CheckpointError for pieces that do not fit their
-        tensors, or whose dtype the format does not support.
+        requested, and the pieces must not change until then: any thread may request it, and gets what the device's stream
+        of this call computed. Raises CheckpointError for pieces that do not fit their tensors, or whose dtype the format
+        does not support.
         """
         ordered = sorted(pieces, key=lambda piece: widest_first(piece.data.dtype))
         _raise_faults(ordered)
@@ -83,12 +84,25 @@ class Staging:
         streamed = streamed or any(piece.hold is not None for piece in nonempty)
         sizes = [sum(_bytes(piece) for piece in group if not (in_place and _readable(piece))) for group in groups]
         self._reserve(groups, max(sizes, default=0) if streamed else sum(sizes))
-        files = (self._stage(group, 0, in_place=in_place) for group in groups)
+        device = next((piece.data.device for piece in nonempty if on_accelerator(piece.data)), HOST)
+        stream = stream_of_thread(device)
+        files = (self._stage_later(group, device, stream, in_place=in_place) for group in groups)
         if not streamed:
             starts = accumulate(sizes, initial=0)
             files = [self._stage(group, start) for group, start in zip(groups, starts, strict=False)]
         empty = [_without_data(piece) for piece in ordered if piece.start == piece.stop]
         return Staged(files=files, empty=empty, bytes=sum(map(_bytes, nonempty)))
+
+    def _stage_later(self, group: list[Piece], device: torch.device, stream: torch.Stream | None, *,
+                     in_place: bool) -> StagedFile:
+        """Copy the pieces of one file, in any thread, as the device's work in `stream` has left them.
+
+        A new thread would begin with the default stream of the first device, which follows no other, and end by making that
+        device current, which takes its memory.
+        """
+        set_current(device)
+        with within(stream):
+            return self._stage(group, 0, in_place=in_place)
 
     @torch.no_grad()
     def _stage(self, group: list[Piece], start: int, *, in_place: bool = False) -> StagedFile:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from shoal.device import HOST
 from shoal.errors import OptimizerError
 from shoal.native.step import DTYPES, Rule, available, step
 from shoal.optim.adam import BiasedAdam
@@ -104,8 +105,9 @@ def _use_groups(optimizer: Optimizer, options: Options, views: Sequence[MasterVi
 
 
 def _equal(one: object, other: object) -> bool:
+    """Whether two options are known to be equal; tensors of a device are not, for the host would wait to compare them."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or torch.equal(one, other)
+        return one is other or (one.device == other.device == HOST and torch.equal(one, other))
     return type(one) is type(other) and one == other
 
 

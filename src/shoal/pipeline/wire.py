@@ -2,7 +2,8 @@
 
 Tensors travel as raw bytes without a copy, so every dtype is supported. Headers and CPU tensors go by gloo, cut into chunks
 like those of collectives. Device tensors go by the device's own backend, uncut; if that backend is gloo, they are copied
-through the host. NCCL has no tags, so with NCCL each wire needs a process group of its own.
+through the host. NCCL has no tags, so with NCCL each wire needs a process group of its own. The messages that a device
+carries are watched, and aborted, as its collectives are (`transport/native_watch.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.errors import CollectiveFailed
 from shoal.transport import process_group
 from shoal.transport.collectives import CHUNK_BYTES
+from shoal.transport.failure_board import peer_failed
+from shoal.transport.native_watch import LaunchedCollectives, launched_collectives
 from shoal.transport.reduction import chunks
 
 __all__ = ["NO_TIMEOUT", "TAGS", "Wire", "WireTransfer", "wire_chunks"]
@@ -33,28 +37,37 @@ _HOST = torch.device("cpu")
 
 
 class WireTransfer:
-    """Sends or receives in flight, and their tensors."""
+    """Sends or receives in flight, and their tensors. `launched` watches those that a device runs."""
 
-    __slots__ = ("_device_work", "_host_work", "tensors")
+    __slots__ = ("_device_work", "_host_work", "_launched", "tensors")
 
-    def __init__(self, tensors: Sequence[Tensor]):
+    def __init__(self, tensors: Sequence[Tensor], launched: LaunchedCollectives | None):
         self.tensors = tensors
+        self._launched = launched
         self._host_work: list[dist.Work] = []
-        self._device_work: list[dist.Work] = []
+        self._device_work: list[tuple[dist.Work, int]] = []  # and its number in the watch
 
     def add(self, tensor: Tensor, works: Iterable[dist.Work]) -> None:
         """Add the work handles of the chunks of `tensor`."""
-        (self._host_work if tensor.is_cpu else self._device_work).extend(works)
+        if tensor.is_cpu:
+            self._host_work.extend(works)
+            return
+        assert self._launched is not None, "a device has messages of its own only in a group that is native"
+        self._device_work.extend((work, self._launched.add(work)) for work in works)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> None:
         """Return when the tensors may be used; on NCCL, by later work on this thread's stream. Call it once.
 
-        Raises RuntimeError if the peer is gone. After `timeout` gloo ends the whole group and raises too.
+        Raises RuntimeError if the peer is gone, or another rank's failure has ended the device's messages. After `timeout`
+        gloo ends the whole group and raises too.
         """
         for work in self._host_work:
             work.wait(timeout)
-        for work in self._device_work:
+        for work, number in self._device_work:
             work.wait()  # with a timeout this thread would poll for the end instead of ordering its stream
+            assert self._launched is not None
+            _check_not_aborted(self._launched)
+            self._launched.waited(number)
 
 
 class Wire:
@@ -67,6 +80,7 @@ class Wire:
         self._peer = peer
         self._tag = _FIRST_TAG + number * TAGS
         self._device = device
+        self._launched = launched_collectives(group)
         self._device_carrier = _HOST if backends.get(device.type, "gloo") == "gloo" else device
         self.peer = dist.get_global_rank(group, peer)
         """The peer's rank in the world."""
@@ -92,7 +106,7 @@ class Wire:
     def send(self, tagged: Sequence[tuple[int, Tensor]]) -> WireTransfer:
         """Start sending the contiguous tensors, each under its tag; each is on its carrier device."""
         group, peer, first = self._group, self._peer, self._tag
-        transfer = WireTransfer([tensor for _, tensor in tagged])
+        transfer = self._transfer_of([tensor for _, tensor in tagged])
         for tag, tensor in tagged:
             transfer.add(tensor, [group.send([chunk], peer, first + tag) for chunk in wire_chunks(tensor)])
         return transfer
@@ -100,15 +114,27 @@ class Wire:
     def receive(self, tensors: Sequence[Tensor], tag: int) -> WireTransfer:
         """Start receiving what the peer sends next under `tag` into contiguous `tensors`, each on its carrier device."""
         group, peer, tag = self._group, self._peer, self._tag + tag
-        transfer = WireTransfer(tensors)
+        transfer = self._transfer_of(tensors)
         for tensor in tensors:
             transfer.add(tensor, [group.recv([chunk], peer, tag) for chunk in wire_chunks(tensor)])
         return transfer
+
+    def _transfer_of(self, tensors: Sequence[Tensor]) -> WireTransfer:
+        """Return a transfer to be started. Raises CollectiveFailed where the device's messages were aborted."""
+        if not all(tensor.is_cpu for tensor in tensors):
+            _check_not_aborted(self._launched)
+        return WireTransfer(tensors, self._launched)
 
     def break_waits(self) -> None:
         """End all waits in this group, here and at its peers: gloo closes its connections when a wait times out."""
         with suppress(RuntimeError):
             self._group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], self._peer, self._tag).wait(_IMMEDIATELY)
+
+
+def _check_not_aborted(launched: LaunchedCollectives | None) -> None:
+    if launched is not None and launched.aborted:
+        where = f"rank {dist.get_rank()}: a message between stages"
+        raise peer_failed(where) or CollectiveFailed(f"{where}: the messages of the device were aborted")
 
 
 def wire_chunks(tensor: Tensor) -> tuple[Tensor, ...]:

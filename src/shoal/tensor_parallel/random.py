@@ -65,8 +65,7 @@ class Apart:
 def align(group: dist.ProcessGroup, *, timeout: float = 600.0) -> None:
     """Copy the first rank's state of the host's default generator to every rank; accelerators are seeded from it."""
     communicator = Communicator(group, timeout=timeout)
-    state = torch.get_rng_state()
-    buffer = state.to(current_device()) if communicator.native else state
+    buffer = torch.get_rng_state().to(communicator.words_device)
     communicator.broadcast(buffer, 0, "random state")
     torch.set_rng_state(buffer.cpu())
     if on_accelerator(device := current_device()) and is_initialized(device):

@@ -147,14 +147,18 @@ class DeviceMirror:
     """Memory of `device` that mirrors the span `below`, as a whole. At first it is in memory."""
 
     def __init__(self, below: PlacedSpan, device: torch.device):
+        self._copied_down: CopyEvent | None = None
         self.tensor: Tensor = torch.empty_like(below.tensor, device=device)
         self._below = below
         self._device = device
         self._arriving: CopyTransfer | None = None
-        self._copied_down: CopyEvent | None = None
         self._buffers = download_buffers(device) if isinstance(below, DiskSpan) and can_pin(device) else None
         self._staged: Tensor | None = None
         self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        if self._copied_down is not None:  # dropped with its engine, under its own copy
+            d2h_stream(self._device).keep(self.tensor)
 
     def fetch(self, start: int = 0, stop: int | None = None, *, fresh: bool = False) -> Transfer:
         self.finish_commit()

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.device import record_use, stream_of_thread
 from shoal.tier.device_mirror import CopiesEnded, CopyTransfer, ResidentCopy, copy_to_device
 from shoal.tier.disk_span import DiskSpan
 from shoal.tier.pages import Pages, pageable
@@ -42,6 +43,10 @@ class Elastic(Protocol):
 
     def shrink(self, *, retain: bool = False) -> None:
         """Release the memory outside the shard; with `retain` it stays until a later `shrink` without."""
+        ...
+
+    def use(self) -> None:
+        """Keep the buffer, when it is freed, until all that the current stream was given by then is done."""
         ...
 
     def save_shard(self) -> None:
@@ -73,6 +78,9 @@ class PagedBuffer:
         for outside in self._outside if not retain else ():
             self._pages.drop(outside.start, outside.stop)
 
+    def use(self) -> None:
+        pass  # host memory belongs to no stream
+
     def save_shard(self) -> None:
         pass  # the shard is a part of the buffer
 
@@ -95,6 +103,9 @@ class WholeBuffer:
 
     def shrink(self, *, retain: bool = False) -> None:
         pass
+
+    def use(self) -> None:
+        pass  # it stays in memory
 
     def save_shard(self) -> None:
         pass  # the shard is the buffer
@@ -131,6 +142,9 @@ class DiskBuffer:
         if not retain:
             self._memory.drop_outside()
         self._retained = retain
+
+    def use(self) -> None:
+        pass  # host memory belongs to no stream
 
     def save_shard(self) -> None:
         self._changed = True  # `shrink` writes it
@@ -173,14 +187,17 @@ class ResizedBuffer:
     """Memory whose storage is freed, beside a span for the shard.
 
     The compute stream owns the memory: what it frees is at once another unit's, however far the host runs ahead of the
-    device. A shard on the host is copied in a stream of its own, which waits for the allocation. A shard on the device is
-    written by the compute stream, and `load_shard` copies it there; a gather over ranks reads it where it rests.
+    device. Where a script computes in several streams, the owner is the one that allocated the memory, which the `use` of
+    another keeps until that has done its work too. A shard on the host is copied in a stream of its own, which waits for the
+    allocation. A shard on the device is written by the compute stream, and `load_shard` copies it there; a gather over ranks
+    reads it where it rests.
     """
 
     shard_in_full = False
 
     def __init__(self, size: int, dtype: torch.dtype, part: range, device: torch.device, shard: Span):
         self.full = torch.zeros(size, dtype=dtype, device=device)
+        self._owner = stream_of_thread(device)
         self._source, self._last = shard, _LastCopy()
         self._is_apart = shard.tensor.device != self.full.device
         copied = isinstance(shard, ResidentSpan) and self._is_apart
@@ -190,12 +207,17 @@ class ResizedBuffer:
         self._device = device
 
     def grow(self) -> Transfer:
-        allocate(self.full)
+        if allocate(self.full):
+            self._owner = stream_of_thread(self._device)
         return DONE if self.own is not None else self._copy()
 
     def shrink(self, *, retain: bool = False) -> None:
         if not retain:
             free(self.full)
+
+    def use(self) -> None:
+        if stream_of_thread(self._device) != self._owner:
+            record_use(self.full)
 
     def save_shard(self) -> None:
         self.shard.fetch(fresh=True).wait()

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from queue import SimpleQueue
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._deferred: deque[Callable[[], None]] = deque()
+        self._deferred: deque[WeakMethod[Callable[[], None]]] = deque()
 
     def use(self) -> AbstractContextManager[object]:
         """Return a context whose copies run in this stream, after all work that the compute stream was given so far."""
@@ -73,10 +73,14 @@ class CopyStream:
         """Keep the memory of `tensor`, if it is freed, until this stream's present work is done."""
 
     def defer(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, which waits for a copy and goes on from there, once a few later ones were deferred."""
-        self._deferred.append(callback)
+        """Call `callback`, which waits for a copy and goes on from there, once a few later ones were deferred.
+
+        It is a method, and is not called once its object is gone: the stream outlives the engines that use it.
+        """
+        self._deferred.append(WeakMethod(callback))
         while len(self._deferred) > _DEFERRED:
-            self._deferred.popleft()()
+            if (due := self._deferred.popleft()()) is not None:
+                due()
 
 
 class _SideStream(CopyStream):
@@ -108,11 +112,16 @@ class _SideStream(CopyStream):
             self._stream.record_use(tensor)
 
 
-def allocate(tensor: Tensor) -> None:
-    """Give `tensor`, of contiguous elements from its storage's first on, memory of the compute stream if it has none."""
+def allocate(tensor: Tensor) -> bool:
+    """Give `tensor`, of contiguous elements from its storage's first on, memory of the compute stream if it has none.
+
+    Returns whether it had none.
+    """
     storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        storage.resize_(tensor.numel() * tensor.element_size())
+    if storage.nbytes():
+        return False
+    storage.resize_(tensor.numel() * tensor.element_size())
+    return True
 
 
 def free(tensor: Tensor) -> None:

@@ -62,6 +62,7 @@ CHUNK_BYTES = 4 << 20
 
 _TAG_BASE = 1 << 20  # above the tags that a training script may use on the same group
 _WORDS, _SIZE, _OBJECT, _COLLECT = (_TAG_BASE - offset for offset in (1, 2, 3, 4))
+_STATE_DICT = "collecting the state dict"
 
 
 _units: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
@@ -255,17 +256,24 @@ class Communicator:
         return rows[:, :-1]
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Copy the contiguous `tensor` of rank `source` of this group to every rank, of whatever dtype. Blocks."""
+        """Copy the contiguous `tensor` of rank `source` of this group to every rank, of whatever dtype.
+
+        Blocks for a tensor of the host; the current stream waits for one of a device.
+        """
         if self.ranks == 1:
             return
         self._check(f"broadcast of {what}", tensor)
         size = tensor.numel() * tensor.element_size() if self.rank == source else 0
         call = traffic.count("broadcast", size, op="broadcast", of=tensor, ranks=self.members, what=what)
+        launch = partial(dist.broadcast, _bytes_of(tensor), dist.get_global_rank(self.group, source), self.group,
+                         async_op=True)
+        if self.native and on_accelerator(tensor):
+            over(call, self._launch(f"broadcast of {what}", launch).wait)
+            return
         try:
-            work = dist.broadcast(_bytes_of(tensor), dist.get_global_rank(self.group, source), self.group, async_op=True)
             with self.interruptible_wait():
-                if work is not None:
-                    over(call, work.wait if self.native else partial(work.wait, self.timeout))
+                if (work := launch()) is not None:
+                    over(call, partial(work.wait, self.timeout))
         except RuntimeError as error:
             raise self.failure(f"broadcast of {what}", error) from error
 
@@ -289,24 +297,34 @@ class Communicator:
         """
         device = self.words_device
         parts: list[Tensor] = []
-        try:
-            if self.rank == 0:
-                for peer, (shape, dtype) in owners.items():
-                    if peer == 0:
-                        assert tensor is not None
-                        parts.append(tensor)
-                    else:
-                        part = torch.empty(shape, dtype=dtype, device=device)
-                        with self.interruptible_wait():
-                            self.group.recv([_bytes_of(part)], peer, _COLLECT).wait(self.timeout)
-                        parts.append(part.cpu())
-            elif self.rank in owners and tensor is not None:
-                traffic.count("collect", tensor.numel() * tensor.element_size())
-                with self.interruptible_wait():
-                    self.group.send([_bytes_of(tensor.contiguous().to(device))], 0, _COLLECT).wait(self.timeout)
-        except RuntimeError as error:
-            raise self.failure("collecting the state dict", error) from error
+        if self.rank == 0:
+            for peer, (shape, dtype) in owners.items():
+                if peer == 0:
+                    assert tensor is not None
+                    parts.append(tensor)
+                else:
+                    part = torch.empty(shape, dtype=dtype, device=device)
+                    self._wait_for_message(part, partial(self.group.recv, [_bytes_of(part)], peer, _COLLECT))
+                    parts.append(part.cpu())
+                    self._check_not_aborted(_STATE_DICT)  # else the device has received it
+        elif self.rank in owners and tensor is not None:
+            traffic.count("collect", tensor.numel() * tensor.element_size())
+            sent = tensor.contiguous().to(device)
+            self._wait_for_message(sent, partial(self.group.send, [_bytes_of(sent)], 0, _COLLECT))
         return parts
+
+    def _wait_for_message(self, tensor: Tensor, launch: Callable[[], dist.Work | None]) -> None:
+        """Send or receive a part of the state dict: on a device the current stream waits for it."""
+        self._check_not_aborted(_STATE_DICT)
+        if on_accelerator(tensor):
+            self._launch(_STATE_DICT, launch).wait()
+            return
+        try:
+            with self.interruptible_wait():
+                if (work := launch()) is not None:
+                    work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self.failure(_STATE_DICT, error) from error
 
     def interruptible_wait(self, awaited: Awaited | None = None) -> interruptible_wait:
         """Return the context of a wait for the other ranks, which a published failure aborts."""
@@ -360,13 +378,15 @@ class Communicator:
             return _Native(self, what, work)
         return _Native(self, what, work, partial(self._launched.waited, self._launched.add(work)))
 
+    def _check_not_aborted(self, what: object) -> None:
+        if self._launched is not None and self._launched.aborted:
+            raise self.failure(what, RuntimeError("the collectives of the device were aborted"))
+
     def _check(self, what: object, tensor: Tensor) -> None:
         """Note, and in debug mode compare, the collective that this rank issues next."""
-        if self._launched is not None:
-            if self._launched.aborted:
-                raise self.failure(what, RuntimeError("the collectives of the device were aborted"))
-            if on_accelerator(tensor):
-                self._order.add(f"{what} ({tensor.numel()} x {tensor.dtype})")
+        self._check_not_aborted(what)
+        if self._launched is not None and on_accelerator(tensor):
+            self._order.add(f"{what} ({tensor.numel()} x {tensor.dtype})")
         if not self.debug or self.ranks == 1:
             return
         issued = self.gather_objects(f"{what} ({tensor.numel()} x {tensor.dtype})")

@@ -198,11 +198,11 @@ class Unit:
             self.check_not_stepped()
         if self.pending is not None and not self.holds_values:
             self.pending.finish()  # which may gather it to publish, and a hold keeps it gathered
-        if self.phase is Phase.GATHERED:
-            return
         if self.phase is Phase.CONCEALED:
             self._enter(Phase.GATHERED)
             self._unguard()
+        if self.phase is Phase.GATHERED:
+            self.memory.use()
             return
         if self.phase is Phase.ROWS_GATHERED:
             self._shrink()
@@ -222,6 +222,7 @@ class Unit:
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
+        self.memory.arrive()
         self._enter(Phase.GATHERED)
         self._unguard()
         self.versions.see()
@@ -235,6 +236,7 @@ class Unit:
         """Have the buffer of a released unit hold this rank's resting weights alone, until it is released."""
         self.fetch()
         self._loading.wait()
+        self.memory.arrive()
         self.memory.load()
 
     def gather_in_backward(self) -> None:
@@ -266,7 +268,9 @@ class Unit:
             if self.weight_transport.gather_rows(self.full, rows):
                 self._enter(Phase.ROWS_GATHERED)
                 self._unguard()
-        if self.phase is not Phase.ROWS_GATHERED:
+        if self.phase is Phase.ROWS_GATHERED:
+            self.memory.use()
+        else:
             self.gather()
 
     def release(self) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shoal.device import follow, stream_of_thread
 from shoal.tier import Elastic, ResidentSpan, Span, Store, Transfer, elastic, storage_use_count, zeros
 from shoal.zero.layout import Layout
 
@@ -41,6 +42,7 @@ class WeightMemory:
         else:
             self.full = zeros(layout.size, dtype, device)
             self.rest: Span = ResidentSpan(self.full)
+        self._arrived_in = stream_of_thread(device)
         self.rests_in_full: Final = self._elastic is None or self._elastic.shard_in_full
         """Whether the resting shard is a part of `full`, so that writes to `full` reach it."""
         self.own: Final = None if self._elastic is None else self._elastic.own
@@ -60,9 +62,21 @@ class WeightMemory:
         assert self._elastic is not None
         return self._elastic.grow()
 
+    def arrive(self) -> None:
+        """Note that the current stream has waited for the weights, and uses them."""
+        self._arrived_in = stream_of_thread(self.full.device)
+        if self._elastic is not None:
+            self._elastic.use()
+
+    def use(self) -> None:
+        """Have the current stream use the weights after they have arrived in another one, and before they are freed."""
+        if stream_of_thread(self.full.device) != self._arrived_in:
+            follow(self._arrived_in, self.full)
+
     def shrink(self) -> None:
         """Free the full buffer, except the shard."""
         assert self._elastic is not None
+        self._elastic.use()  # this stream may have waited for a copy that none has used, and saves below
         if self._is_dirty:
             self.save()
             self._is_dirty = False

@@ -56,9 +56,11 @@ class Window:
             self._seen.append(unit)
             if self._expected[len(self._seen) - 1:len(self._seen)] == [unit]:
                 self._run_ahead(len(self._seen), self._prefetch_elements)
-        if unit.phase is not Phase.GATHERED:
-            with self._lanes.during("wait", unit.name):
-                unit.gather()
+        if unit.phase is Phase.GATHERED:
+            unit.memory.use()
+            return
+        with self._lanes.during("wait", unit.name):
+            unit.gather()
 
     def reused(self, unit: Unit) -> bool:
         """Whether the rest of this forward or its backward uses `unit` within the reuse distance, as the last ones did."""
