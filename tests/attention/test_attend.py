@@ -575,12 +575,25 @@ def test_the_reference_has_all_derivatives_in_fp32() -> None:
 class OfItself(nn.Module):
     """The attention of a sequence to itself, and a product."""
 
-    def __init__(self, backend: Any):
+    def __init__(self, backend: Any, *, causal: bool = False):
         super().__init__()
-        self.backend, self.blocks = backend, Blocks.dense(64, 64, 16)
+        self.backend, self.causal, self.blocks = backend, causal, Blocks.dense(64, 64, 16)
 
     def forward(self, query: Tensor) -> Tensor:
-        return 2.0 * attend(query, query, query, self.blocks, dropout=0.5, seed=1, backend=self.backend)
+        return 2.0 * attend(query, query, query, self.blocks, causal=self.causal, dropout=0.5, seed=1, backend=self.backend)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_reference_in_a_graph_leaves_no_tensor_of_it_behind() -> None:
+    query = torch.randn(1, 2, 64, 16)
+    of_graphs, of_gather = OfItself("reference", causal=True), OfItself("gather", causal=True)
+    of_gather.blocks = of_graphs.blocks
+    expected = attend(query, query, query, of_graphs.blocks, causal=True, dropout=0.5, seed=1, backend="reference") * 2.0
+    exported = torch.export.export(of_graphs, (query,), strict=False)
+    torch.testing.assert_close(exported.module()(query), expected)
+    torch.testing.assert_close(torch.compile(of_graphs, backend="aot_eager", fullgraph=True)(query), expected)
+    torch.testing.assert_close(of_graphs(query), expected)
+    torch.testing.assert_close(of_gather(query), expected)
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")

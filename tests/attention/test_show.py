@@ -78,7 +78,7 @@ def test_costs_are_the_formulas() -> None:
 @pytest.mark.parametrize(("section", "words", "message"), [
     ({"train_batch_size": 1}, ("--length", "64"), "has no section sparse_attention; add one"),
     ({"sparse_attention": 3}, ("--length", "64"), "sparse_attention: got 3; give a JSON object"),
-    ({"mode": "x"}, ("--length", "64"), "sparse_attention.mode: got 'x'; choose dense"),
+    ({"mode": "x"}, ("--length", "64"), "sparse_attention: mode: got \"x\"; choose dense"),
     ({"mode": "bigbird"}, ("--length", "16"), "a row has only 1 blocks"),
     ({}, ("--length", "1000000"), "62,500 blocks of 16 in a row; at most 8,192"),
     ({}, ("--length", "64", "--svg", "/nowhere/x.svg"), "--svg: got '/nowhere/x.svg'"),

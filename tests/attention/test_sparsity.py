@@ -414,3 +414,14 @@ def test_a_missing_section_builds_nothing() -> None:
 
 def test_a_configuration_error_is_of_both_families() -> None:
     assert issubclass(ConfigError, ValueError) and issubclass(NotServed, NotImplementedError)
+
+
+def test_a_tensor_of_a_layout_is_read_once_and_again_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TensorSparsityConfig(torch.eye(4).expand(2, 4, 4), block=16)
+    first = config.blocks(64)
+    monkeypatch.setattr(Blocks, "of", None)
+    assert config.blocks(64) is first
+    monkeypatch.undo()
+    config.layout[:, 3, 0] = 1
+    assert config.blocks(64).columns.numel() == first.columns.numel() + 1
+    assert pickle.loads(pickle.dumps(config)).blocks(64) is config.blocks(64)

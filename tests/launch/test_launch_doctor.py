@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,8 @@ def test_doctor_reads_the_page_that_the_guardian_of_a_killed_launcher_left(run, 
             launch.read(1)
     os.kill(launch.pid, signal.SIGKILL)
     launch.wait_until_gone()
+    while list(Path("/dev/shm").glob(f"shoal-*-{launch.pid}-*")):  # the guardian removes it once it has written the page
+        time.sleep(0.05)
     assert main(["doctor", str(logs)]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"---- the process {launch.pid} of `shoal run` on {socket.gethostname()} was killed, and its ")
@@ -110,7 +113,6 @@ def test_doctor_reads_the_page_that_the_guardian_of_a_killed_launcher_left(run, 
     assert [line.split()[3:5] for line in page.splitlines() if line.split()[:1] in (["0"], ["1"])] == [
         ["3", "backward"], ["3", "between"]], page
     assert "torch " in page
-    assert not list(Path("/dev/shm").glob(f"shoal-*-{launch.pid}-*"))
 
 
 def test_a_failed_host_sends_its_page_to_the_logs_of_the_launcher(run, script, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import signal
 import socket
 import time
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from shoal.launch import cluster, links, reachability
 from shoal.launch.cluster import Cluster, Node
 from shoal.launch.console import Terminal
 from shoal.launch.links import HostLinks, partners
-from shoal.launch.protocol import Begin, Channel, Listening, Serve, Unreached
+from shoal.launch.protocol import Begin, Channel, Listening, Serve, Signal, Unreached
 from shoal.launch.reachability import LostLinks, most_that_reach
 
 DIAL = 0.2
@@ -112,8 +113,10 @@ class Started:
 
     def __init__(self, count: int, least: int, now: float) -> None:
         self.closed: list[int] = []
+        self.told: list[Any] = []
         self.nodes = [Node(Host(name=f"h{number}", slots=(0,)), channel=cast(Channel, SimpleNamespace(
-            close=lambda number=number: self.closed.append(number))), last_heard=now) for number in range(count)]
+            send=self.told.append, close=lambda number=number: self.closed.append(number))), last_heard=now)
+            for number in range(count)]
         self.job = SimpleNamespace(least=least)
         self.sent: list[tuple[Any, list[str]]] = []
 
@@ -142,6 +145,7 @@ def test_the_next_attempt_begins_without_the_host_of_a_lost_link(clock):
     job.take(started.nodes[0], Listening(port=2, addresses=["a"]))
     assert started.sent[2:] == [(Serve(), ["h0"]), (Begin(attempt=2, hosts=[0, 1], port=2, addresses=["a"]), ["h0", "h1"])]
     assert set(started.closed) == {2}
+    assert started.told == [Signal(number=signal.SIGTERM)]  # so that it does not take this for the end of the launcher
     assert lines == ["shoal run: h2 is lost: host h1 cannot reach host h2, though this machine reaches them; see to the "
                      "network between them; it ran rank 2; the job goes on with 2 hosts"]
 
@@ -223,3 +227,24 @@ def test_kernels_probe_connections_within_the_time_of_a_silent_host(told):
             assert connection is not None
             assert [connection.getsockopt(socket.IPPROTO_TCP, option) for option in (
                 socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)] == [1, 1, 16]
+
+
+@pytest.mark.parametrize(("quiet", "interval", "probes"), [(3.0, 1, 1), (131.0, 1, 127), (132.0, 2, 64), (1e9, 32767, 127)])
+def test_probes_stay_within_the_limits_of_linux(quiet, interval, probes, told):
+    with socket.create_server(("127.0.0.1", 0)) as other, HostLinks(quiet, told.put) as own:
+        own.watch({5: other.getsockname()})
+        with other.accept()[0]:
+            (connection,) = [each.connection for each in own._partners.values()]
+            assert connection is not None
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == interval
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == probes
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_hosts_reach_each_other_by_ipv6(told):
+    with HostLinks(6.0, told.put) as own, HostLinks(6.0, told.put) as other:
+        own.watch({5: ("::1", other.port), 7: ("127.0.0.1", other.port)})
+        deadline = time.monotonic() + 60
+        while not all(each.is_connected for each in own._partners.values()) or len(own._partners) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -8,10 +8,13 @@ import logging
 import os
 import shutil
 import socket
+import threading
 from collections import namedtuple
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from shoal.engine.schema import Config
 from shoal.errors import ConfigError, VaultTooLarge
 from shoal.recording.page import PAGES
 from shoal.resilience import vault
+from shoal.resilience.vault import Vault
 from shoal.testing import RankFailed, run_ranks
 
 BATCH = 12
@@ -323,6 +327,71 @@ def test_a_vault_larger_than_memory_is_refused_before_the_first_step(limit: str,
                                 "save checkpoints")
         assert not list(tmp_path.glob("vault*/step*"))
         assert [line[:32] for line in lines] == (["resilience.vault: 0.0 MB on a no"] if rank == 0 else [])
+
+
+class Meeting:
+    """The collective calls of threads that stand for ranks, each on a node of its own."""
+
+    def __init__(self, ranks: int) -> None:
+        self.values: list[Any] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=60)
+
+    def communicator(self, rank: int) -> Any:
+        """Return what `rank` calls."""
+        def gather(value: Any) -> list[Any]:
+            self.values[rank] = value
+            self.barrier.wait()
+            values = list(self.values)
+            self.barrier.wait()
+            return values
+
+        return SimpleNamespace(rank=rank, ranks=len(self.values), gather_objects=gather)
+
+
+def test_ranks_agree_to_log_where_the_bytes_of_some_nodes_change(tmp_path: Path) -> None:
+    meeting = Meeting(4)
+
+    def reserve(rank: int) -> list[int]:
+        own = Vault(tmp_path / f"node{rank}" / "job" / "vault0", 10, meeting.communicator(rank))
+        own.folder.parent.mkdir(parents=True)
+        needed: list[int] = []
+        for size in (1000, 1004 if rank == 0 else 1000):  # a load brings scalars, which one rank saves
+            own.reserve(size, 0)
+            assert own._size is not None
+            needed.append(own._size.needed)
+        return needed
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(reserve, range(4))) == [[6000, 6012], [6000, 6012], [6000, 6000], [6000, 6000]]
+
+
+def take_steps(memory: str) -> None:
+    """Copy the state after each of three steps."""
+    engine = build(memory, every=1)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+    engine.checkpointer.end_copies()
+
+
+def go_on_in_no_room(memory: str) -> tuple[list[int], int, list[str]]:
+    """Go on from copies where there is no room for more; return the steps of those that are left, the step, and the log."""
+    vault.shutil.disk_usage = lambda path: namedtuple("usage", "free")(-(1 << 40))  # type: ignore
+    with logged() as lines:
+        engine = build(memory, every=1)
+        engine.load_checkpoint(f"{memory}/disk")
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        engine.checkpointer.end_copies()
+    return sorted(each.step for each in tags(Path(memory, "vault0"))), engine.global_steps, lines
+
+
+def test_an_attempt_with_less_memory_goes_on_from_copies(tmp_path: Path) -> None:
+    run_ranks(2, take_steps, str(tmp_path))
+    for rank, (steps, step, lines) in enumerate(run_ranks(2, go_on_in_no_room, str(tmp_path))):
+        assert (steps, step) == ([2, 3], 4)
+        told = [line for line in lines if "goes on with the copies that an earlier one made, and makes no more" in line]
+        assert len(told) == (2 if rank == 0 else 0), lines
 
 
 def sizes_of_copies(memory: str, stage: int, optimizer: str) -> tuple[int, int, int]:

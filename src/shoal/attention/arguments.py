@@ -30,8 +30,8 @@ def in_memory(name: str, **tensors: Tensor | None) -> list[Any]:
     """Return the tensors as kernels can read them; raise UsageError for one that has no memory of its own.
 
     A DTensor, a tensor of FakeTensorMode or one that a collective still fills computes torch's operators itself. It reports
-    a shape and a host device, and the address 0: a kernel that read it would end the process. An operator brings the values
-    of a tensor that only waits for them. Other subclasses of Tensor have memory.
+    a shape and a host device, and the address 0: a kernel that read it would end the process. Any operator on a
+    tensor of an asynchronous collective waits for that, and returns a plain tensor. Other subclasses of Tensor have memory.
     """
     results: list[Any] = []
     for operand, given in tensors.items():

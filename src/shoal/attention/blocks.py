@@ -124,6 +124,10 @@ class Blocks:
     @cached_property
     def row_positions(self) -> Tensor:
         """The position in the whole sequence of each query: (heads, length) int64."""
+        return self.positions_of_rows()
+
+    def positions_of_rows(self) -> Tensor:
+        """Return `row_positions`, computed anew: what a trace computes may not stay in a cache."""
         numbers = (torch.arange(self.row_blocks, device="cpu").repeat(self.heads) if self.row_places is None else
                    self.row_places.long())
         return (numbers.view(self.heads, -1, 1) * self.block + torch.arange(self.block, device="cpu")).flatten(1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.attention.dropout import row_keys, threshold
+from shoal.autograd import in_trace
 from shoal.device import kept_for_stream
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class AttentionCall:
     def row_keys(self, batches: int, device: torch.device) -> Tensor:
         """Return the dropout's key of each query (batches, heads, length)."""
         heads = torch.arange(self.first_head, self.first_head + self.heads, device=device)
+        if torch.compiler.is_compiling() or in_trace():  # a graph's tensors may not stay in the cache
+            return row_keys(self.seed, batches, heads, self.blocks.positions_of_rows().to(device))
         return row_keys(self.seed, batches, heads, _row_positions(device, self.blocks))
 
 

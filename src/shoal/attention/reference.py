@@ -75,7 +75,7 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bi
         scores = scores + term.added(term.tensor)
     visible = blocks.layout.to(query.device).repeat_interleave(blocks.block, 1).repeat_interleave(blocks.block, 2)
     if call.causal:
-        positions = blocks.row_positions.to(query.device)[..., None]
+        positions = blocks.positions_of_rows().to(query.device)[..., None]
         visible = visible & (torch.arange(blocks.kv_length, device=query.device) <= positions)
     scores = scores.masked_fill(~visible, -torch.inf)
     empty = (scores == -torch.inf).all(-1)

@@ -49,9 +49,6 @@ class SparsityConfig:
         self.seed = 0
         self._at_least(1, num_heads=num_heads, block=block)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_known": OrderedDict[Hashable, object]()}  # keys are addresses of tensors
-
     def with_seed(self, seed: int) -> Self:
         """Let random columns be those of `seed`, in place of 0; return this configuration."""
         self._at_least(0, seed=seed)
@@ -199,7 +196,21 @@ class TensorSparsityConfig(SparsityConfig):
             raise ConfigError("TensorSparsityConfig: a layout of self-attention is (heads, blocks, blocks); "
                               f"got {tuple(layout.shape)}")
         self.layout = Blocks.of(layout, block).layout.expand(layout.shape[0], -1, -1).to(torch.int64)
+        self._found: tuple[Tensor, int, tuple[int, int], Blocks] | None = None
+        """The tensor and its version, the block and the length, and the blocks that were made of them last."""
         super().__init__(layout.shape[0], block, different_layout_per_head=True)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_found": None}  # blocks are made again where they are needed
+
+    def blocks(self, seq_len: int, *, causal: bool = False) -> Blocks:
+        """Return the visited blocks as in `SparsityConfig`, made once for the tensor's present values."""
+        if type(self).make_layout is not TensorSparsityConfig.make_layout or self.layout.is_inference():
+            return super().blocks(seq_len, causal=causal)
+        now = self.layout._version, (self.block, seq_len)
+        if self._found is None or self._found[0] is not self.layout or self._found[1:3] != now:
+            self._found = self.layout, *now, super().blocks(seq_len, causal=causal)
+        return self._found[3]
 
     def make_layout(self, seq_len: int) -> Tensor:
         """Return the tensor. Raises ConfigError for another length than its own."""
@@ -218,6 +229,9 @@ class _Structure(SparsityConfig):
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
         super().__init__(num_heads, block, different_layout_per_head)
         self._known: OrderedDict[Hashable, Blocks] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_known": OrderedDict[Hashable, Blocks]()}  # blocks are drawn again where they are needed
 
     @abstractmethod
     def _visited(self, blocks: int) -> Tensor:

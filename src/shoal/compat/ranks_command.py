@@ -21,6 +21,8 @@ __all__ = ["VISIBLE", "address_of", "command", "device_count", "exports", "expor
            "visible_devices"]
 
 PR_SET_PDEATHSIG = 1
+LOOK_UP = 60
+"""Seconds that a host has to tell its address."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that the command gets from this process; those that are ignored here, as nohup has it, are ignored there too."""
@@ -71,10 +73,11 @@ def address_of(host: str, ssh_port: int | None, *, here: bool) -> str:
     port = [] if ssh_port is None else ["-p", str(ssh_port)]
     ask = ["hostname", "-I"] if here else ["ssh", *SSH_OPTIONS, *port, host, "hostname -I"]
     try:
-        done = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise RuntimeError(f"--no_ssh: the address of {host}, the first host, cannot be looked up: {ask[0]}: "
-                           f"{error.strerror}; give --master_addr") from None
+        done = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LOOK_UP)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = f"no answer within {LOOK_UP} s" if isinstance(error, subprocess.TimeoutExpired) else error.strerror
+        raise RuntimeError(f"--no_ssh: the address of {host}, the first host, cannot be looked up: {ask[0]}: {why}; give "
+                           f"--master_addr") from None
     found = [word for word in done.stdout.split() if re.fullmatch(r"\d+(\.\d+){3}", word)]
     if done.returncode or not found:
         said = done.stderr.strip().splitlines()[-1:] or ["it has no IPv4 address"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,7 @@ def move_buffers(model: nn.Module, communicator: Communicator, device: torch.dev
         _move_quantised(parameter, device)
     seen = set[int]()  # parameters may share a table
     scales = [(f"{name}, {at}", scale) for name, parameter in others for at, scale in _scales(parameter, seen)]
-    if others:
-        _check_codes(communicator, [*others, *scales])
+    _check_codes(communicator, [*others, *scales])
     for name, buffer in [*model.named_buffers(), *others, *scales]:
         buffer.data = buffer.data.to(device)
         if not is_array(buffer):
@@ -72,7 +72,7 @@ def _scales(parameter: nn.Parameter, seen: set[int]) -> Iterator[tuple[str, Tens
 
 def _tensors(value: object, at: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of strided memory in `value`: itself, in containers, and in attributes of what is no module."""
-    if id(value) in seen or isinstance(value, nn.Module | type):
+    if id(value) in seen or isinstance(value, nn.Module | type | ModuleType | FunctionType):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):

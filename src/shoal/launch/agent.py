@@ -446,7 +446,7 @@ class Agent(LocalElasticAgent):
             note = (f"restarting all ranks: attempt {self._attempt + 2} of {self.plan.max_restarts + 1}"
                     if self._remaining_restarts > 0 else "")
             ranks = self._worker_group.workers[0].world_size
-            page = last_page(Path(self._memory))
+            page = "" if self.plan.log_dir is None else last_page(Path(self._memory))
             self.console.report(self.failures, ranks, note, page)
             if self.plan.log_dir is not None and self._cluster is None:
                 node = self._worker_group.group_rank

@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,18 +69,19 @@ def main(args: argparse.Namespace) -> int:
     chosen = selection.select(args, nodes=nodes, ranks=args.ranks, variables={})
     here, wrong = facts.gather(os.getcwd()), list[str]()
     with chosen.cluster(None) as cluster, cluster:
-        found: dict[str, _Examined] = {}
+        found: dict[int, _Examined] = {}
         running = [node for node in cluster.nodes if not node.lost]
         for number, node in enumerate(running):
             try:
-                found[node.name] = _examine(cluster, node, running[(number + 1) % len(running)], args.seconds)
+                found[number] = _examine(cluster, node, running[(number + 1) % len(running)], args.seconds)
             except LaunchError as error:
                 wrong.append(str(error))
         cluster.send(Signal(number=signal.SIGTERM))
         wrong += [f"{node.name}: {node.lost}" for node in cluster.nodes if node.lost]
-    _show(cluster, found)
+    _show([(node, found.get(running.index(node)) if node in running else None) for node in cluster.nodes])
     for number, node in enumerate(running):
-        if node.facts is not None and (examined := found.get(node.name)) is not None:
+        if node.facts is not None:
+            examined = found.get(number, _Examined(offset=node.offset, rate=None))
             wrong += facts.disagreements(node.name, node.facts, here)
             wrong += facts.faults(node.name, node.facts, offset=examined.offset)
             if examined.rate == 0:
@@ -117,12 +119,12 @@ def _ask(cluster: Cluster, node: Node, question: Down, kind: type[T]) -> T:
     raise LaunchError(f"{node.name}: {node.lost or f'no answer within {ANSWER:g} s; is it overloaded?'}")
 
 
-def _show(cluster: Cluster, found: dict[str, _Examined]) -> None:
+def _show(rows: Sequence[tuple[Node, _Examined | None]]) -> None:
     """Print a row for each host; what is not known of one stays empty."""
     table = Table("host", "Python", "torch", "Shoal", "cores", "memory", "/dev/shm free", "disk free", "clock",
                   "to the next")
-    for node in cluster.nodes:
-        has, examined = node.facts, found.get(node.name)
+    for node, examined in rows:
+        has = node.facts
         table.add_row(node.name, *([] if has is None else [
             has.python, has.torch, has.shoal, str(has.cores), _size(has.memory), _size(has.shared_memory), _size(has.disk),
             "" if examined is None else f"{examined.offset * 1000:+.1f} ms",

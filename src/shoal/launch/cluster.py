@@ -360,7 +360,8 @@ class _JobMonitor:
             nodes[number].lost = (f"host{'s' if names[1:] else ''} {' and '.join(names)} cannot reach host "
                                   f"{nodes[number].name}, though this machine reaches them; see to the network between them")
             if (channel := nodes[number].channel) is not None:
-                channel.close()  # it ends by that
+                channel.send(Signal(number=signal.SIGTERM))  # it is left out, and has not lost this process
+                channel.close()
 
     def _lose(self, lost: list[int]) -> None:
         """Begin an attempt without hosts that are lost, if the job may go on; else end it."""
@@ -422,7 +423,6 @@ def run_job(cluster: Cluster, terminal: Terminal, grace: float) -> int:
                     monitor.take(*came)
                 monitor.heed()
             return monitor.finish()
-
 
 
 @contextmanager

@@ -33,7 +33,9 @@ MOST = 128
 MARGIN = 4
 """Seconds before `quiet` at which a connection without an answer breaks, to connect again, and to choose, within `quiet`."""
 PROBE = 1
-"""Seconds between two probes of the kernel."""
+"""Seconds without traffic before the first probe of the kernel."""
+MOST_PROBES, MOST_SECONDS = 127, 32767
+"""The most probes, and seconds between two of them, that Linux takes."""
 DIAL = 1.0
 """Seconds until an attempt to connect has failed, and the next begins."""
 DIALS = 2
@@ -65,18 +67,20 @@ class _Partner:
 class HostLinks:
     """The connections of one host, in a thread of their own, as a context manager."""
 
-    def __init__(self, quiet: float, tell: Callable[[Unreached], None]) -> None:
-        """`quiet` is the job's, in seconds; `tell` is called in a thread whenever other hosts are unreached than before."""
-        self._probes = max(1, round(quiet) - MARGIN)
-        self._tell = tell
-        self._told: list[int] = []
+    def __init__(self, quiet: float, report: Callable[[Unreached], None]) -> None:
+        """`quiet` is the job's, in seconds; `report` is called, in a thread, when other hosts are unreached than before."""
+        seconds = max(1, round(quiet) - MARGIN)
+        self._interval = min(-(-seconds // MOST_PROBES), MOST_SECONDS)
+        self._probes = min(-(-seconds // self._interval), MOST_PROBES)
+        self._report = report
+        self._reported: list[int] = []
         self._partners: dict[int, _Partner] = {}
         self._incoming = set[socket.socket]()
         self._known = set[tuple[str, int]]()
         """Addresses to which there has been a connection."""
         self._attempts: queue.SimpleQueue[Mapping[int, tuple[str, int]]] = queue.SimpleQueue()
         self._closed = False
-        self._listener = socket.create_server(("", 0), backlog=BACKLOG)
+        self._listener = _listen()
         self.port: int = self._listener.getsockname()[1]
         """Where the other hosts connect."""
         self._woken, self._waker = socket.socketpair()
@@ -85,9 +89,9 @@ class HostLinks:
             receiver.setblocking(False)
             self._selector.register(receiver, selectors.EVENT_READ, take)
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
-        self._thread.start()
 
     def __enter__(self) -> HostLinks:
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -108,26 +112,26 @@ class HostLinks:
 
     def _run(self) -> None:
         while not self._closed:
-            all_connected = all(each.is_connected for each in self._partners.values())
-            for key, _ in self._selector.select(None if all_connected else DIAL / 4):
+            due = [each.dialed + DIAL for each in self._partners.values() if not each.is_connected]
+            for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic()) if due else None):
                 key.data()
             while not self._attempts.empty():
-                self._take_up(self._attempts.get())
+                self._set_partners(self._attempts.get())
             for partner in self._partners.values():
                 if not partner.is_connected and time.monotonic() - partner.dialed >= DIAL:
                     partner.failed += partner.known and partner.dialed > 0.0
                     self._dial(partner)
             unreached = [number for number, each in self._partners.items() if each.failed >= DIALS]
-            if unreached != self._told:
-                self._told = unreached
-                self._tell(Unreached(hosts=unreached))
+            if unreached != self._reported:
+                self._reported = unreached
+                self._report(Unreached(hosts=unreached))
         for each in (*self._incoming, self._listener, self._woken, self._waker):
             each.close()
         for partner in self._partners.values():
             self._hang_up(partner)
         self._selector.close()
 
-    def _take_up(self, addresses: Mapping[int, tuple[str, int]]) -> None:
+    def _set_partners(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         """Dial the hosts of another attempt, and keep the connections that there are."""
         before, self._partners = self._partners, {}
         for number, address in sorted(addresses.items()):
@@ -160,8 +164,13 @@ class HostLinks:
         """Begin a new attempt to connect."""
         self._hang_up(partner)
         partner.dialed = time.monotonic()
-        partner.connection = connection = socket.socket()
+        try:
+            connection = socket.socket(socket.AF_INET6 if ":" in partner.address[0] else socket.AF_INET)
+        except OSError:  # too many open files: that says nothing about the partner
+            partner.failed = 0
+            return
         self._prepare(connection)
+        partner.connection = connection
         if connection.connect_ex(partner.address) in (0, errno.EINPROGRESS):
             self._selector.register(connection, selectors.EVENT_WRITE, partial(self._take_answer, partner, connection))
         else:
@@ -192,9 +201,16 @@ class HostLinks:
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
-            for option, value in ((socket.TCP_KEEPIDLE, PROBE), (socket.TCP_KEEPINTVL, PROBE),
+            for option, value in ((socket.TCP_KEEPIDLE, PROBE), (socket.TCP_KEEPINTVL, self._interval),
                                   (socket.TCP_KEEPCNT, self._probes)):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _listen() -> socket.socket:
+    """Return a socket that takes connections at all addresses of this host."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=BACKLOG)
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from shoal.errors import LaunchError
@@ -30,7 +31,7 @@ from shoal.launch.cores import restrict
 from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan, check_target, page_of_killed
 from shoal.launch.links import HostLinks
-from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, signals_held
+from shoal.launch.orphans import LAST_PAGE, MARK, Guardian, call_within, exit_on_signals, memory_folder, signals_held
 from shoal.launch.outbox import Outbox
 from shoal.launch.protocol import (
     AskTime,
@@ -102,8 +103,9 @@ def _serve(link: Link, job: ClusterJob, node: int, guardian: Guardian) -> None:
         if link.is_cut_off and job.plan is not None and job.plan.log_dir is not None:
             from shoal.launch.doctor import leave_page  # here: it loads torch, as the ranks' agent has
 
-            leave_page(job.plan.log_dir, guardian.mark, f"{socket.gethostname()} has lost the launcher, which was killed, "
-                                                        "stopped or cut off, and has ended its ranks")
+            cause = (f"{socket.gethostname()} has lost the launcher, which was killed, stopped or cut off, and has ended "
+                     f"its ranks")
+            call_within(LAST_PAGE, partial(leave_page, job.plan.log_dir, guardian.mark, cause))
         link.outbox.send(Exited(code=code))
         link.outbox.wait(job.quiet)  # a launcher that takes nothing for so long is gone
         link.finished()
@@ -201,7 +203,7 @@ class Link:
 
     def _cut_off(self) -> None:
         """End the ranks, because the launcher is gone."""
-        self.is_cut_off = not (self._ending or self._over.is_set())
+        self.is_cut_off |= not (self._ending or self._over.is_set())
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -32,8 +33,8 @@ from typing import NoReturn, Self
 from shoal.errors import LaunchError
 from shoal.resilience.processes import descendants
 
-__all__ = ["MARK", "Guardian", "exit_on_signals", "is_abandoned", "marked", "memory_folder", "open_streams",
-           "remove_abandoned", "signals_held", "sweep"]
+__all__ = ["LAST_PAGE", "MARK", "Guardian", "call_within", "exit_on_signals", "is_abandoned", "marked", "memory_folder",
+           "open_streams", "remove_abandoned", "signals_held", "sweep"]
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -41,6 +42,8 @@ MARK = "SHOAL_LAUNCH"
 """The environment variable that holds a launch's mark."""
 LOCK = "lock"
 """The file in the folder in memory on which the launch holds a lock."""
+LAST_PAGE = 10.0
+"""Seconds that a process which ends gives its last page to be written: a disk of the network may never answer."""
 UNKILLABLE = 5.0
 """Seconds after SIGKILL after which `sweep` gives up."""
 
@@ -178,17 +181,24 @@ def _kill(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def call_within(seconds: float, function: Callable[[], None]) -> None:
+    """Call `function` in a thread of its own, and go on after `seconds`, whether or not it has returned."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 class Guardian:
     """Makes the folder in memory; a child process that sweeps, and removes it and `folder`, if this process ends without
-    leaving the context. Before it removes them it calls `leave_word`.
+    leaving the context. Before it removes them it calls `write_page`, for which it waits `LAST_PAGE` seconds.
 
     Enter the context before any thread starts, because it forks.
     """
 
-    def __init__(self, mark: str, folder: str, leave_word: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, mark: str, folder: str, write_page: Callable[[], None] = lambda: None) -> None:
         self.mark = mark
         self.folder = folder
-        self._leave_word = leave_word
+        self._write_page = write_page
         self.pid = 0
         self._pipe = -1
         self._lock = -1
@@ -233,10 +243,8 @@ class Guardian:
                 os.dup2(null, stream)
             if not os.read(read_end, 1):
                 sweep(self.mark, 0)
-                try:
-                    self._leave_word()
-                finally:
-                    for folder in (self.folder, memory_folder(self.mark)):
-                        shutil.rmtree(folder, ignore_errors=True)
+                call_within(LAST_PAGE, self._write_page)
+                for folder in (memory_folder(self.mark), self.folder):
+                    shutil.rmtree(folder, ignore_errors=True)
         finally:
             os._exit(0)

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["LostLinks", "most_that_reach"]
 
-SETTLE = 1.5
-"""Seconds without a new report until the hosts are chosen: those of one loss differ by a probe, a second."""
+SETTLE = 2.0
+"""Seconds without a new report until the hosts are chosen: reports of one loss differ by up to a second, a probe."""
 LOOKS = 20_000
 """Sets of hosts to look at; then the largest of these is taken."""
 

@@ -78,25 +78,37 @@ class Vault:
         self._ranks = ranks
         self._nodes = Nodes.named(ranks.gather_objects(f"{socket.gethostname()}:{folder}"))
         self._writer: Writer | None = None
+        self._by_rank: list[int] = []
+        """The bytes of each rank that were logged last."""
         self._size: VaultBytes | None = None
         """The memory that this node is to have room for; None before `reserve` and after `release`."""
+        self._has_room = True
 
     def reserve(self, own: int, coming: int) -> None:
         """Check that every node has room for the generations, and log what they cost, unless that was logged before.
 
         `own` are the bytes of this rank's part of one, `coming` those of its state in host memory that its first step
         allocates. The other vaults of this process keep their room. A collective call.
-        Raises `VaultTooLarge` on every rank where a node has less.
+        Raises `VaultTooLarge` on every rank where a node has less, unless there are generations: then an earlier attempt
+        had more nodes or more memory, and this one makes no further generations, which it warns of.
         """
-        size = self._measure(own)
-        if size != self._size:
-            self._log(size)
-        self._size = size
+        by_rank = self._ranks.gather_objects(own)
+        self._size = self._measure(by_rank)
+        if by_rank != self._by_rank:  # alike on every rank, because to log is a collective call
+            self._by_rank = by_rank
+            self._log(self._size)
         try:
             self._check_room(coming)
-        except VaultTooLarge:
+        except VaultTooLarge as error:
             self.release()
-            raise
+            if not any(self._ranks.gather_objects(bool(tags(self.folder)))):
+                raise
+            self._has_room = False
+            if self._ranks.rank == 0:
+                logger.warning("%s. This attempt goes on with the copies that an earlier one made, and makes no more: a "
+                               "fault costs all steps since them, or since the last checkpoint", error)
+        else:
+            self._has_room = True
 
     def release(self) -> None:
         """Keep no room for generations any longer: the engine takes no more steps."""
@@ -112,7 +124,7 @@ class Vault:
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` steps is to be copied."""
-        return step % self.every == 0
+        return self._has_room and step % self.every == 0
 
     def writer(self) -> Writer:
         """Return the writer of generations. A collective call."""
@@ -214,9 +226,8 @@ class Vault:
         """Return the folder of a generation on this node, which may be missing."""
         return locate(self.folder, generation.name) or self.folder / generation.name
 
-    def _measure(self, own: int) -> VaultBytes:
-        """Measure this node's bytes of a generation, of which `own` are this rank's. A collective call."""
-        by_rank = self._ranks.gather_objects(own)
+    def _measure(self, by_rank: list[int]) -> VaultBytes:
+        """Return this node's bytes of a generation, of which each rank has those of `by_rank`."""
         nodes, node = self._nodes, self._nodes.of[self._ranks.rank]
         return VaultBytes(
             own=sum(by_rank[rank] for rank in nodes.ranks(node)),
@@ -236,7 +247,9 @@ class Vault:
 
     def _check_room(self, coming: int) -> None:
         """Raise `VaultTooLarge` on every rank if a node has no room for all vaults. A collective call."""
-        vaults, nodes = {self, *self._others}, self._nodes
+        self.wait_for_others()  # a file that is made between two looks would count as memory that others use
+        self.wait_until_ended()
+        vaults, nodes = [vault for vault in {self, *self._others} if vault._size is not None], self._nodes
         sizes = [vault._size.needed for vault in vaults if vault._size is not None]
         held = _bytes_of_files(folder for vault in vaults for folder in (vault.folder, vault._staged))  # replaced one by one
         by_rank = self._ranks.gather_objects(coming)

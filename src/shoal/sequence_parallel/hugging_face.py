@@ -94,7 +94,7 @@ def register_sequence_attention(name: str, attention: SequenceAttention) -> None
 
 
 def _refused() -> NameOfProcess:
-    """Register an attention that raises, for a model that is unpickled: its sequence axis stays behind."""
+    """Register an attention that raises, for a model that is unpickled: a pickle contains no process group."""
     name = NameOfProcess(_NAME, _refused)
     register_attention(name, _refuse, _mask)
     return name

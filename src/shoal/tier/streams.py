@@ -212,12 +212,17 @@ class DownloadBuffers:
         self._lock = threading.Lock()
 
     def borrow(self, size: int) -> Tensor:
-        """Return at least `size` bytes: the smallest free buffer that has them, or a new one in place of the largest."""
+        """Return at least `size` bytes: the smallest free buffer that has them, or a new one in place of the largest.
+
+        To end a buffer waits for the device: a new one has a power of two of bytes, so that few end.
+        """
         with self._lock:
             self._free.sort(key=Tensor.numel)
             fitting = next((at for at, buffer in enumerate(self._free) if buffer.numel() >= size), None)
             found = self._free.pop(-1 if fitting is None else fitting) if self._free else None
-        return found if found is not None and fitting is not None else _page_locked(size, self._device)
+        if found is None or fitting is None:
+            return _page_locked(1 << (size - 1).bit_length(), self._device)
+        return found
 
     def give_back(self, buffer: Tensor) -> None:
         """End a loan; no copy reads or writes the buffer any more."""

@@ -223,7 +223,9 @@ class Hooks:
         unit.check_not_stepped()
         if not in_backward():  # a script reads a node of the graph between passes
             unit.gather()
-        elif unit.phase is not Phase.GATHERED:
+        elif unit.phase is Phase.GATHERED:
+            unit.memory.use()
+        else:
             self.backward.begin()
             self.backward.enter(module, unit)
 

@@ -42,7 +42,8 @@ class WeightMemory:
         else:
             self.full = zeros(layout.size, dtype, device)
             self.rest: Span = ResidentSpan(self.full)
-        self._arrived_in = stream_of_thread(device)
+        self._arrived_in: torch.Stream | None = None
+        """The stream that waited for the weights; None until they first move: the script waits for what it built."""
         self.rests_in_full: Final = self._elastic is None or self._elastic.shard_in_full
         """Whether the resting shard is a part of `full`, so that writes to `full` reach it."""
         self.own: Final = None if self._elastic is None else self._elastic.own
