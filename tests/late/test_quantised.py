@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
+from shoal.engine.buffer_sync import _scales
 from shoal.errors import RanksDisagree
 from shoal.testing import ranks_on, run_ranks
 from tests.late.ranks import prepare
@@ -127,3 +128,26 @@ def test_ranks_with_other_scales_than_each_other_are_told() -> None:
     for said in run_ranks(2, _disagree):
         at = "'four, quant_state.absmax'"
         assert f"rank 0 has {at} (64,) torch.float32, rank 1 has {at} (65,) torch.float32; build and quantise" in said
+
+
+def _have_codes_on_one_rank() -> str:
+    model = nn.Linear(32, 8)
+    if dist.get_rank():
+        model.codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    try:
+        shoal.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}})
+    except RanksDisagree as error:
+        return str(error)
+    return ""
+
+
+def test_codes_that_only_one_rank_has_are_told_and_do_not_hang() -> None:
+    for said in run_ranks(2, _have_codes_on_one_rank):
+        assert "rank 0 has nothing, rank 1 has 'codes' (4,) torch.uint8; build and quantise" in said
+
+
+def test_scales_are_not_sought_in_modules_of_python_that_a_parameter_names() -> None:
+    model = _Quantised(torch.uint8, 0)
+    model.four.quant_state.library = torch.nn.functional  # type: ignore
+    model.four.quant_state.quantise = torch.manual_seed  # type: ignore
+    assert [at for at, _ in _scales(model.four, set())] == ["quant_state.absmax", "quant_state.nested.absmax"]

@@ -9,8 +9,10 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launched import SECONDS
 
 from shoal.errors import UsageError
 from shoal.launch import doctor
@@ -96,16 +98,24 @@ def test_doctor_reads_the_report_that_a_failed_job_left(run, script, tmp_path, c
     assert main(["doctor", str(logs)]) == 2, "the job that failed is not the last one with these logs"
 
 
-def test_doctor_reads_the_page_that_the_guardian_of_a_killed_launcher_left(run, script, tmp_path, capsys):
-    logs = tmp_path / "logs"
-    launch = run("--ranks", "2", "--log-dir", str(logs), script(WAIT))
+def kill_launcher(run: Any, target: str, logs: Path, *words: str) -> Any:
+    """Start two ranks, kill the launcher once both lurk, and return it once nothing of its launch is left."""
+    launch = run(*words, "--log-dir", str(logs), target)
     for rank in range(2):
         while not (said := (logs / f"rank{rank}.out")).exists() or not said.read_text():
             launch.read(1)
     os.kill(launch.pid, signal.SIGKILL)
     launch.wait_until_gone()
+    deadline = time.monotonic() + SECONDS
     while list(Path("/dev/shm").glob(f"shoal-*-{launch.pid}-*")):  # the guardian removes it once it has written the page
+        assert time.monotonic() < deadline
         time.sleep(0.05)
+    return launch
+
+
+def test_doctor_reads_the_page_that_the_guardian_of_a_killed_launcher_left(run, script, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    launch = kill_launcher(run, script(WAIT), logs, "--ranks", "2")
     assert main(["doctor", str(logs)]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"---- the process {launch.pid} of `shoal run` on {socket.gethostname()} was killed, and its ")
@@ -132,12 +142,7 @@ def test_a_failed_host_sends_its_page_to_the_logs_of_the_launcher(run, script, t
 
 def test_a_host_whose_launcher_is_killed_leaves_its_page(run, script, tmp_path, capsys):
     logs = tmp_path / "logs"
-    launch = run("--hosts", "localhost:0,1", "--log-dir", str(logs), script(WAIT))
-    for rank in range(2):
-        while not (said := (logs / f"rank{rank}.out")).exists() or not said.read_text():
-            launch.read(1)
-    os.kill(launch.pid, signal.SIGKILL)
-    launch.wait_until_gone()
+    kill_launcher(run, script(WAIT), logs, "--hosts", "localhost:0,1")
     assert main(["doctor", str(logs)]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"---- {socket.gethostname()} has lost the launcher, which was killed, stopped or cut off, a")

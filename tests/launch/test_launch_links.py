@@ -135,13 +135,18 @@ def monitor(started: Started) -> tuple[Any, list[str]]:
     return made, lines
 
 
+def lose_link(job: Any, reporter: Node, lost: int, clock: list[float]) -> None:
+    """Have a host report another as unreached, and the job's monitor decide once no other report has come."""
+    job.take(reporter, Unreached(hosts=[lost]))
+    job.heed()
+    clock[0] += reachability.SETTLE
+    job.heed()
+
+
 def test_the_next_attempt_begins_without_the_host_of_a_lost_link(clock):
     started = Started(3, 2, clock[0])
     job, lines = monitor(started)
-    job.take(started.nodes[1], Unreached(hosts=[2]))
-    job.heed()
-    clock[0] += 2.0
-    job.heed()
+    lose_link(job, started.nodes[1], 2, clock)
     job.take(started.nodes[0], Listening(port=2, addresses=["a"]))
     assert started.sent[2:] == [(Serve(), ["h0"]), (Begin(attempt=2, hosts=[0, 1], port=2, addresses=["a"]), ["h0", "h1"])]
     assert set(started.closed) == {2}
@@ -153,10 +158,7 @@ def test_the_next_attempt_begins_without_the_host_of_a_lost_link(clock):
 def test_a_job_that_needs_all_hosts_ends_at_a_lost_link(clock):
     started = Started(2, 2, clock[0])
     job, lines = monitor(started)
-    job.take(started.nodes[0], Unreached(hosts=[1]))
-    job.heed()
-    clock[0] += 2.0
-    job.heed()
+    lose_link(job, started.nodes[0], 1, clock)
     assert job.finish() == 1
     assert started.closed == [1]
     assert lines == ["shoal run: h1 is lost: host h0 cannot reach host h1, though this machine reaches them; see to the "

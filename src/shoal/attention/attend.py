@@ -33,18 +33,17 @@ from torch import Tensor
 from shoal.attention import flex, gather, reference
 from shoal.attention.arguments import check_tensor, in_memory, true_or_false, whole_number
 from shoal.attention.blocks import Blocks
-from shoal.attention.call import HIDES, AttentionCall, Term
+from shoal.attention.call import AttentionCall, Term
+from shoal.attention.masks import Mode, any_hidden, hidden_blocks, mask_term
 from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
 from shoal.device import HOST, has_triton, kept_for_stream
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.native import attention as native
 
-__all__ = ["BACKENDS", "Backend", "Kernels", "Mode", "attend", "check_options", "kernels_for", "key_padding_term",
-           "of_one_dtype", "scale_of"]
+__all__ = ["BACKENDS", "Backend", "Kernels", "attend", "check_options", "kernels_for", "of_one_dtype", "scale_of"]
 
 Backend = Literal["auto", "reference", "gather", "native", "flex", "triton"]
-Mode = Literal["add", "mul"]
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "gather", "native", "flex", "triton")
 
@@ -108,13 +107,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
         ("key_padding", key_padding, key_padding_mode, query.shape[0]), ("mask", mask, mask_mode, query.shape[2]))
     for name, tensor, mode, first in masks:
         if tensor is not None:
-            term = _term(name, tensor, mode, (first, key.shape[2]), query.device)
+            term = mask_term(name, tensor, mode, (first, key.shape[2]), query.device)
             terms.append(term)
-            hidden.append(_hidden(name, term, blocks))
+            hidden.append(hidden_blocks(name, term, blocks))
     if dropout and seed is None:
         seed = int(torch.randint(2**62, (), device="cpu").item())
     call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
-                         biased=bias is not None, dropout=dropout, seed=index(seed or 0), hidden=_any(hidden),
+                         biased=bias is not None, dropout=dropout, seed=index(seed or 0), hidden=any_hidden(hidden),
                          first_head=index(first_head))
     chosen = _choose(backend, call, query, key, value)
     if not query.shape[0]:
@@ -447,70 +446,8 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
-def _term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
-    if mode not in ("add", "mul"):
-        raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
-    check_tensor(f"attend: {name}", tensor, "of bool, whole or float numbers")
-    if tensor.is_complex():
-        raise UsageError(f"attend: {name} is a tensor of bool, whole or float numbers; got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        meaning = "(batches, kv_length)" if name == "key_padding" else "(length, kv_length)"
-        raise UsageError(f"attend: {name} is {meaning}, here {shape}; got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise UsageError(f"attend: {name} is on {tensor.device}, query on {device}")
-    multiplies = mode == "mul" or tensor.dtype == torch.bool
-    if not multiplies and not tensor.is_floating_point() and tensor.numel() and int(tensor.max()) > 0:
-        raise UsageError(f"attend: {name} has whole numbers above 0 ({tensor.dtype}), which mode 'add' would add to scores; "
-                         f"where they say what is seen give {name}.bool(), or mode 'mul'")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        warn_once(f"attend: {name} requires a gradient, and gets none: give what is learned as bias")
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
-        tensor = tensor.float()
-    tensor = tensor.detach().contiguous().resolve_neg()
-    return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
-
-
 def scale_of(scale: float | None, dim: int) -> float:
     """Return the scale of scores, by default 1 / sqrt(dim). Raises UsageError for one that is no finite number."""
     if scale is not None and not (isinstance(scale, Real) and isfinite(scale)):  # pyright: ignore
         raise UsageError(f"attend: scale is a finite number; got {scale!r}: leave it out for 1 / sqrt(head dim)")
     return 1.0 / sqrt(dim) if scale is None else scale
-
-
-def key_padding_term(padding: Tensor, mode: Mode, blocks: Blocks, batches: int,
-                     device: torch.device) -> tuple[Term, Tensor]:
-    """Return the mask of keys (batches, kv_length) as a term, and which blocks it hides.
-
-    Raises UsageError for another shape, mode or device, and for NaN.
-    """
-    term = _term("key_padding", padding, mode, (batches, blocks.kv_length), device)
-    return term, _hidden("key_padding", term, blocks).contiguous()
-
-
-def _hidden(name: str, term: Term, blocks: Blocks) -> Tensor:
-    """Return which blocks the mask hides wholly: (batches or 1, query blocks or 1, key blocks).
-
-    Raises UsageError for NaN, and for +inf in a mask that is added, where it is on the host: elsewhere to look would wait.
-    """
-    tensor = term.tensor[:, 0].unflatten(-1, (blocks.column_blocks, blocks.block))
-    if tensor.shape[1] > 1:
-        tensor = tensor.unflatten(1, (blocks.row_blocks, blocks.block)).transpose(2, 3).flatten(3)
-    else:
-        tensor = tensor[:, :1]
-    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    top = tensor.amax(-1)
-    if top.device == HOST and top.is_floating_point() and bool(
-            (top.isnan() if term.multiplies else ~(top < torch.inf)).any()):
-        raise UsageError(f"attend: {name} has {'NaN' if bool(top.isnan().any()) else '+inf'}; where nothing is to be masked "
-                         f"give 0 in mode 'add', 1 in mode 'mul'")
-    hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top <= HIDES
-    return hides if hides.dim() == 3 else hides.squeeze(-1)
-
-
-def _any(hidden: list[Tensor]) -> Tensor | None:
-    if not hidden or (hidden[0].device == HOST and not any(bool(each.any()) for each in hidden)):  # elsewhere it would wait
-        return None
-    result = hidden[0]
-    for each in hidden[1:]:
-        result = result | each
-    return result.contiguous()

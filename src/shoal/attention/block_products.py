@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shoal.attention.arguments import check_tensor
-from shoal.attention.attend import Mode
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import addend
+from shoal.attention.masks import Mode
 from shoal.device import HOST
 from shoal.errors import NotServed, UsageError
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.attention.arguments import check_tensor, whole_number
-from shoal.attention.attend import Mode, attend
+from shoal.attention.attend import attend
 from shoal.attention.blocks import Blocks
+from shoal.attention.masks import Mode
 from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
 from shoal.errors import ConfigError, NotServed, UsageError
 

@@ -82,7 +82,6 @@ class Vault:
         """The bytes of each rank that were logged last."""
         self._size: VaultBytes | None = None
         """The memory that this node is to have room for; None before `reserve` and after `release`."""
-        self._has_room = True
 
     def reserve(self, own: int, coming: int) -> None:
         """Check that every node has room for the generations, and log what they cost, unless that was logged before.
@@ -103,12 +102,9 @@ class Vault:
             self.release()
             if not any(self._ranks.gather_objects(bool(tags(self.folder)))):
                 raise
-            self._has_room = False
             if self._ranks.rank == 0:
                 logger.warning("%s. This attempt goes on with the copies that an earlier one made, and makes no more: a "
                                "fault costs all steps since them, or since the last checkpoint", error)
-        else:
-            self._has_room = True
 
     def release(self) -> None:
         """Keep no room for generations any longer: the engine takes no more steps."""
@@ -123,8 +119,8 @@ class Vault:
         return self.forget_after(step - 1)
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` steps is to be copied."""
-        return self._has_room and step % self.every == 0
+        """Whether the state after `step` steps is to be copied: not where there is no room."""
+        return self._size is not None and step % self.every == 0
 
     def writer(self) -> Writer:
         """Return the writer of generations. A collective call."""

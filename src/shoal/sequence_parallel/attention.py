@@ -20,16 +20,15 @@ from torch.nn import functional as F
 from shoal.attention.arguments import check_tensor, in_memory, true_or_false
 from shoal.attention.attend import (
     Backend,
-    Mode,
     attend,
     check_options,
     kernels_for,
-    key_padding_term,
     of_one_dtype,
     scale_of,
 )
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall
+from shoal.attention.masks import Mode, key_padding_term
 from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.sequence_parallel.axis import SequenceAxis

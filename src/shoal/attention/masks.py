@@ -1,0 +1,89 @@
+"""Masks as terms of the scores, and which blocks they hide wholly: kernels skip those.
+
+In mode "add" a mask is added to the scores, in mode "mul" its zeros hide them; one of bool hides where it is False, in both.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoal.attention.arguments import check_tensor
+from shoal.attention.blocks import Blocks
+from shoal.attention.call import HIDES, Term
+from shoal.device import HOST
+from shoal.errors import UsageError
+from shoal.log import warn_once
+
+__all__ = ["Mode", "any_hidden", "hidden_blocks", "key_padding_term", "mask_term"]
+
+Mode = Literal["add", "mul"]
+
+
+def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
+    """Return a mask of `shape`, (batches, kv_length) of "key_padding" or (length, kv_length) of "mask", as a term.
+
+    Raises UsageError for another shape, mode, dtype or device.
+    """
+    if mode not in ("add", "mul"):
+        raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
+    check_tensor(f"attend: {name}", tensor, "of bool, whole or float numbers")
+    if tensor.is_complex():
+        raise UsageError(f"attend: {name} is a tensor of bool, whole or float numbers; got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        meaning = "(batches, kv_length)" if name == "key_padding" else "(length, kv_length)"
+        raise UsageError(f"attend: {name} is {meaning}, here {shape}; got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise UsageError(f"attend: {name} is on {tensor.device}, query on {device}")
+    multiplies = mode == "mul" or tensor.dtype == torch.bool
+    if not multiplies and not tensor.is_floating_point() and tensor.numel() and int(tensor.max()) > 0:
+        raise UsageError(f"attend: {name} has whole numbers above 0 ({tensor.dtype}), which mode 'add' would add to scores; "
+                         f"where they say what is seen give {name}.bool(), or mode 'mul'")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        warn_once(f"attend: {name} requires a gradient, and gets none: give what is learned as bias")
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
+        tensor = tensor.float()
+    tensor = tensor.detach().contiguous().resolve_neg()
+    return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
+
+
+def key_padding_term(padding: Tensor, mode: Mode, blocks: Blocks, batches: int,
+                     device: torch.device) -> tuple[Term, Tensor]:
+    """Return the mask of keys (batches, kv_length) as a term, and which blocks it hides.
+
+    Raises UsageError for another shape, mode or device, and for NaN.
+    """
+    term = mask_term("key_padding", padding, mode, (batches, blocks.kv_length), device)
+    return term, hidden_blocks("key_padding", term, blocks).contiguous()
+
+
+def hidden_blocks(name: str, term: Term, blocks: Blocks) -> Tensor:
+    """Return which blocks the mask hides wholly: (batches or 1, query blocks or 1, key blocks).
+
+    Raises UsageError for NaN, and for +inf in a mask that is added, where it is on the host: elsewhere to look would wait.
+    """
+    tensor = term.tensor[:, 0].unflatten(-1, (blocks.column_blocks, blocks.block))
+    if tensor.shape[1] > 1:
+        tensor = tensor.unflatten(1, (blocks.row_blocks, blocks.block)).transpose(2, 3).flatten(3)
+    else:
+        tensor = tensor[:, :1]
+    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    top = tensor.amax(-1)
+    if top.device == HOST and top.is_floating_point() and bool(
+            (top.isnan() if term.multiplies else ~(top < torch.inf)).any()):
+        raise UsageError(f"attend: {name} has {'NaN' if bool(top.isnan().any()) else '+inf'}; where nothing is to be masked "
+                         f"give 0 in mode 'add', 1 in mode 'mul'")
+    hides = (top == 0) & (tensor.amin(-1) == 0) if term.multiplies else top <= HIDES
+    return hides if hides.dim() == 3 else hides.squeeze(-1)
+
+
+def any_hidden(hidden: list[Tensor]) -> Tensor | None:
+    """Return which blocks any of several masks hides wholly, as `hidden_blocks` does; None where that is none."""
+    if not hidden or (hidden[0].device == HOST and not any(bool(each.any()) for each in hidden)):  # elsewhere it would wait
+        return None
+    result = hidden[0]
+    for each in hidden[1:]:
+        result = result | each
+    return result.contiguous()
