@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import Piece, Snapshot
+from shoal.device import HOST
 from shoal.engine.buffer_sync import is_array
 from shoal.errors import CheckpointError
 from shoal.mesh.tensor_slice import TensorSlice
@@ -99,7 +100,7 @@ def coming_moments(optimizer: ShardedOptimizer) -> ComingMoments:
         size = moments * view.parameter.dtype.itemsize
         if view.unit.replica_group.is_first_copy:
             saved += size * sum(len(_saved_elements(view, part)) for part in view.parts)
-        if view.parameter.device.type == "cpu" and view.unit.state.store.granule is None:
+        if view.parameter.device == HOST and view.unit.state.store.granule is None:
             in_memory += size * view.parameter.numel()
     return ComingMoments(saved=saved, in_memory=in_memory)
 
