@@ -1,8 +1,8 @@
 """A span on a compute device, mirrored by a span of the host: fetch copies up, commit copies down and frees device memory.
 
-A commit does not wait for its copy: readers on the host do. The pages of a span on disk are unmapped and mapped again, and are
-not page-locked. A copy to them would hold up the thread that starts it: it goes to a page-locked buffer, and from there once it
-is whole.
+A commit does not wait for its copy: readers on the host do. The pages of a span on disk are unmapped and mapped again, and
+are not page-locked. A copy to them would hold up the thread that starts it: it goes to a page-locked buffer, and from there
+once it is whole.
 """
 
 from __future__ import annotations
