@@ -160,21 +160,21 @@ SHARDED: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "timeout": 60,
 
 
 def failed_alone(folder: Path) -> tuple[list[str], list[str]]:
-    """Fail on rank 1 after the others are done; return the errors of reading each parameter there, and the log lines."""
+    """Fail on rank 1 while rank 0 is busy; return the errors of reading each parameter there, and the log lines."""
     model, values = build(), [parameter.detach().clone() for parameter in build().parameters()]
+
+    gave_up = folder / "gave_up"
 
     def choose(groups: Any) -> SGD:
         if dist.get_rank() == 1:
             raise ValueError("no optimizer today")
-        return SGD(groups, lr=0.1)
-
-    gave_up = folder / "gave_up"
-    if dist.get_rank() == 0:
-        engine = shoal.initialize(model=model, config=SHARDED, optimizer=choose)[0]
         while not gave_up.exists():  # take part in no gather until rank 1 has given up
             time.sleep(0.05)
+        return SGD(groups, lr=0.1)
+
+    if dist.get_rank() == 0:
         with pytest.raises(PeerFailed, match="rank 1: initialize failed: ValueError: no optimizer today"):
-            engine(torch.ones(2, 40))
+            shoal.initialize(model=model, config=SHARDED, optimizer=choose)
         return [], []
     parameter_groups._CLEANUP_TIMEOUT = timedelta(seconds=3)  # rank 0 takes no part in the cleanup
     with logged() as lines, pytest.raises(ValueError, match="no optimizer today"):

@@ -27,9 +27,12 @@ engine, *_ = shoal.initialize(model=torch.nn.Linear(4, 4), config={"train_micro_
 for step in range(3):
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-os.write(1, f"ready {engine.global_rank} {os.getpid()}\\n".encode())
+def say_ready(*_):
+    os.write(1, f"ready {engine.global_rank} {os.getpid()}\\n".encode())
 if engine.global_rank == 0:
+    engine.module.weight.register_hook(say_ready)  # said within backward, where this rank waits for rank 1
     engine.backward(engine(torch.ones(1, 4)).sum())
+say_ready()
 def lurk():
     time.sleep(1000)
 lurk()
