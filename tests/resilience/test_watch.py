@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import logging
 import multiprocessing
@@ -208,6 +209,19 @@ def test_a_first_call_has_a_deadline_of_its_own(pair, tmp_path: Path) -> None:
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, calls=2)
     watched.poll({0: processes[0].pid})
     assert watched.deadline(reading) == watch.FIRST_LEAST
+
+
+@pytest.mark.parametrize("phase", list(TrainingPhase)[TrainingPhase.FORWARD:TrainingPhase.END])
+def test_a_late_call_of_a_phase_follows_from_its_median(phase: TrainingPhase, pair, tmp_path: Path) -> None:
+    watched, processes = pair
+    enter(str(tmp_path), 0, processes[0].pid, phase, waits=0)
+    reading = watched.reading(0)
+    assert reading is not None
+    trains = phase in (TrainingPhase.FORWARD, TrainingPhase.BACKWARD, TrainingPhase.STEP, TrainingPhase.TRAIN_BATCH)
+    slow = dataclasses.replace(reading, past={phase: [2.0, 3.0, 40.0]})
+    assert watched.deadline(slow) == (15.0 if trains else 30.0)
+    quick = dataclasses.replace(reading, past={phase: [0.001]})
+    assert watched.deadline(quick) == watch.LEAST
 
 
 def test_a_busy_process_has_longer(pair, tmp_path: Path) -> None:
