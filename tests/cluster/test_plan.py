@@ -89,7 +89,7 @@ def test_a_wrong_hostfile_is_refused_with_file_and_line(
     ("--hosts a:0 --export NO_SUCH x.py", "--export NO_SUCH: it is not set here; set it, or give --env NO_SUCH=VALUE"),
     ("--launcher pdsh x.py", "--launcher pdsh: give --hostfile FILE or --hosts LIST"),
     ("--launcher slurm x.py", "--launcher slurm without a hostfile: give --ranks N, the ranks on each node"),
-    ("--include a x.py", "--include and --exclude select hosts of a hostfile; give --hostfile FILE"),
+    ("--include a x.py", "--include: it is for hosts that are started from here; give --hostfile FILE"),
     ("--core-list 1-x x.py", "--core-list: got '1-x'; write numbers below 100000 and ranges, such as 0-7,16"),
     ("--core-list 0-999999999 x.py", "--core-list: got '0-999999999'; write numbers below 100000"),
 ])  # fmt: skip

@@ -105,7 +105,12 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_it_starts_again(slurm, tmp_p
     (["--ranks", "1", "--time", "0:30", __file__], "--time: got 0:30, which is 30 s, with --grace 90: Slurm sends the "
      "signal 120 s before the limit, or up to 60 s earlier, so that each start would end at once, without end; give more"),
     (["--ranks", "1", "--time", "1-0:1", "--grace", "86400", __file__], "--time: got 1-0:1, which is 86460 s, with "),
-    (["--ranks", "1", "--run-args", "--ranks 0", __file__], "--run-args: --ranks: got '0'; choose a whole number"),
+    (["--ranks", "1", "--run-args=--max-restarts -1", __file__], "--run-args: --max-restarts: got -1; choose 0 (never"),
+    (["--ranks", "1", "--run-args", "--ranks 7", __file__], "--run-args: got --ranks 7, which the script sets for itself"),
+    (["--ranks", "1", "--run-args", "--grace 7200", __file__], "--run-args: got --grace 7200.0, which the script sets for"),
+    (["--ranks", "1", "--run-args", "--nodes 3", __file__], "--run-args: got --nodes 3, which the script sets for itself"),
+    (["--ranks", "1", "--run-args", "--hosts a:0", __file__], "--run-args: got --hosts a:0, which the script sets for"),
+    (["--ranks", "1", "--run-args", "--launcher ssh", __file__], "--run-args: got --launcher ssh, which the script sets"),
     (["--ranks", "1", "--run-args=--no-such", __file__], "--run-args: unrecognized arguments: --no-such"),
     (["--ranks", "1", "--run-args", "x.py", __file__], "--run-args: got 'x.py', which is no option of `shoal run`"),
     (["--ranks", "1", "--run-args", "--env X", __file__], "--run-args: --env: got 'X'; write NAME=VALUE"),

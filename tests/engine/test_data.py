@@ -77,6 +77,14 @@ def test_resuming_on_other_ranks_neither_repeats_nor_skips_samples(first: tuple[
     assert sum(Counter(after).values()) - len(set(after)) < then[0]  # the last step's shares are filled up
 
 
+def test_samples_of_an_unfinished_accumulation_are_delivered_again(tmp_path: Path) -> None:
+    trained = 8  # of each of two ranks: two steps of two microbatches of 2; a fifth is in no step when it is saved
+    before = [n for rank in run_ranks(2, begin, str(tmp_path), 5, 2, 2, 2) for n in rank[:trained]]
+    after = [n for rank in run_ranks(2, resume, str(tmp_path), 2, 2) for n in rank]
+    assert len(set(before)) == 2 * trained and not set(before) & set(after)
+    assert set(before) | set(after) == set(range(SAMPLES))
+
+
 def test_resuming_in_a_later_epoch_continues_that_epoch(tmp_path: Path) -> None:
     epoch = 27  # samples of each of two ranks: 13 microbatches of 2, and one of 1
     second = [n for rank in run_ranks(2, begin, str(tmp_path), 20, 2, 1, 1) for n in rank[epoch:]]

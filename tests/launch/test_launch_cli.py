@@ -115,6 +115,10 @@ def test_the_command_line_does_not_import_torch():
     (["--module", "no_such_module"], "no module 'no_such_module' in "),
     (["."], "'.' is a folder without a __main__.py; name a script in it"),
     (["--env", "NAME", __file__], "--env: got 'NAME'; write NAME=VALUE"),
+    (["--env", "RANK=5", __file__], "--env RANK=5: each rank has its own RANK, which the launcher sets; drop it"),
+    *(([*words, __file__], f"{words[0].partition('=')[0]}: it is for hosts that are started from here; give --hostfile ")
+      for words in (["--setup", "x.sh"], ["--ssh-port", "22"], ["--lost-after", "3"], ["--launcher-args=-x"],
+                    ["--export", "FOO*"], ["--exclude", "a"])),
 ])
 def test_invalid_launch_options_are_rejected(capsys, monkeypatch, tmp_path, words, message):
     monkeypatch.chdir(tmp_path)

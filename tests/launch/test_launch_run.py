@@ -109,6 +109,23 @@ signal.pause()
     launch.wait_until_gone()
 
 
+def test_an_error_is_shown_while_a_signal_handler_raises(run, script):
+    code, _, err = run("--ranks", "1", script("""
+import signal
+def raise_late(*_):
+    raise RuntimeError("a worker of the loader was killed")
+class First(Exception):
+    def __str__(self):
+        signal.raise_signal(signal.SIGCHLD)  # while the launcher's code formats this error
+        return "the first error"
+signal.signal(signal.SIGCHLD, raise_late)
+raise First
+""")).end()
+    assert code == 1
+    assert "rank 0 of 1 failed: First: the first error" in err
+    assert err.splitlines()[-2] == "First: the first error"
+
+
 def test_a_rank_that_left_before_a_connection_was_lost_is_named(run, script):
     code, _, err = run("--ranks", "2", script("""
 import os, torch, torch.distributed as dist

@@ -42,7 +42,7 @@ class Loader:
         self._shuffle = shuffle
         self._rank, self._ranks = rank, ranks
         self._workers, self._collate, self._pin_memory = num_workers, collate_fn, pin_memory
-        self._position = Position()
+        self._position = self._trained = Position()
         self._fresh = True  # the next iteration starts at the position; if False, at the epoch after it
         self._iteration = 0
         self._skipped: list[tuple[int, frozenset[int]]] = []
@@ -84,6 +84,10 @@ class Loader:
         known = self._left_out(epoch)
         if new := frozenset(samples) - known:
             self._skipped.append((epoch, new))
+
+    def note_step(self) -> None:
+        """Note that a step has trained on all samples that were delivered so far, for `trained_state`."""
+        self._trained = self._position
 
     def note_samples(self) -> None:
         """Note from now on which samples are delivered, for `take_samples`."""
@@ -161,6 +165,10 @@ class Loader:
         return {"epoch": self._position.epoch, "samples": self._position.samples, "seed": self._seed,
                 "shuffle": self._shuffle, "length": self._source.length, **({"skipped": skipped} if skipped else {})}
 
+    def trained_state(self) -> dict[str, Any]:
+        """Return `state_dict` with the position of the last `note_step`: later samples are delivered again after a load."""
+        return {**self.state_dict(), "epoch": self._trained.epoch, "samples": self._trained.samples}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a stored position and use its seed. The number of ranks and the batch size may differ from the save.
 
@@ -171,7 +179,7 @@ class Loader:
             warn_once(f"training_data: using the checkpoint's seed {state['seed']} instead of {self._seed}")
         self._seed = int(state["seed"] or 0)
         self._skipped = [(epoch, frozenset(samples)) for epoch, samples in state.get("skipped", [])]
-        self._position = Position(epoch=int(state["epoch"] or 0), samples=int(state["samples"] or 0))
+        self._position = self._trained = Position(epoch=int(state["epoch"] or 0), samples=int(state["samples"] or 0))
         self._fresh = True
 
     def check(self, state: Mapping[str, Any]) -> None:

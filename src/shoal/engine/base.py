@@ -292,6 +292,8 @@ class BaseEngine(Accessors, nn.Module):
         if self.buffer_sync is not None:
             self.buffer_sync.sync()
         self.progress.count_step(self.train_batch_size(), applied=applied)
+        if isinstance(self.training_dataloader, Loader):
+            self.training_dataloader.note_step()
         if not applied:
             logger.warning("step %d: gradients overflowed, the step is skipped; loss scale is now %g",
                            self.global_steps, self.optimizer.loss_scale)

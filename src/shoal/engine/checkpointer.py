@@ -34,6 +34,7 @@ from shoal.engine.training_state import (
     PUBLISHED,
     coming_moments,
     compression_to_save,
+    data_state,
     group_names,
     moments_to_load,
     moments_to_save,
@@ -124,7 +125,8 @@ class Checkpointer:
             optimizer.check_not_begun("save_checkpoint")
             if optimizer.has_gradients:
                 warn_once("save_checkpoint: saved within an accumulation; the gradients of its unfinished microbatches are "
-                          "not in the checkpoint")
+                          "not in the checkpoint. After a load the loader of initialize delivers their samples again, and "
+                          "dropout draws other numbers; save after a step to go on with the same bits")
         tag = self._agree_on_tag(tag, training.progress)
         settings = self._settings.checkpoint
         pieces = self._pieces(training, "save_checkpoint", exclude_frozen=exclude_frozen)
@@ -355,7 +357,7 @@ class Checkpointer:
             "loss_scale": {} if optimizer is None else optimizer.scaler.state_dict(),
             "residual_scale": 1.0 if optimizer is None else optimizer.scaler.value,
             "lr_scheduler": None if training.lr_scheduler is None else dict(training.lr_scheduler.state_dict()),
-            "data": None if training.dataloader is None else training.dataloader.state_dict(),
+            "data": data_state(training.dataloader, training.optimizer),
             "guard": None if training.guard is None else training.guard.state_dict(),
             "client_state": dict(client_state),
         }

@@ -19,12 +19,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import Piece, Snapshot
+from shoal.data.loader import Loader
 from shoal.device import HOST
 from shoal.engine.buffer_sync import is_array
 from shoal.errors import CheckpointError
@@ -45,6 +46,13 @@ Cuts = Mapping[str, TensorSlice]
 Shape = tuple[int, ...]
 PIECE_ELEMENTS = 1 << 22
 """Elements of a piece that has to be fetched into memory."""
+
+
+def data_state(loader: Any, optimizer: ShardedOptimizer | None) -> dict[str, Any] | None:
+    """Return the state of the loader: within an accumulation that of the last step, for its gradients are not saved."""
+    if isinstance(loader, Loader) and optimizer is not None and optimizer.has_gradients:
+        return loader.trained_state()
+    return None if loader is None else loader.state_dict()
 
 
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:

@@ -27,6 +27,7 @@ import time
 import traceback
 import types
 import typing
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -262,14 +263,33 @@ def _message_of(error: BaseException) -> str:
         return "<exception str() failed>"
 
 
+@contextlib.contextmanager
+def _handlers_silenced() -> Generator[None]:
+    """Have Python's signal handlers do nothing: one that raises, as a loader's for a dead worker, would hide the error."""
+    found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, _do_nothing)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _do_nothing(number: int, frame: types.FrameType | None) -> None:
+    """Handle a signal."""
+
+
 def _end(path: str, error: BaseException, code: int) -> NoReturn:
     """Exit as Python does after an uncaught exception, but leave the traceback to the launcher."""
     start = error.__traceback__
     while start is not None and start.tb_next is not None and start.tb_frame.f_code.co_filename in (
             __file__, runpy.__file__, "<frozen runpy>"):
         start = start.tb_next
-    text = "".join(traceback.format_exception(type(error), error, start))
-    record(path, error, text)
+    with _handlers_silenced():
+        text = "".join(traceback.format_exception(type(error), error, start))
+        record(path, error, text)
     if not path:
         sys.stderr.write(text)
     elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):

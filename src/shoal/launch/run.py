@@ -23,6 +23,10 @@ from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder,
 
 __all__ = ["add_arguments", "main"]
 
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+            "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torch's agent sets for each rank, whatever the environment holds."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal run`."""
@@ -69,8 +73,7 @@ def main(args: argparse.Namespace) -> int:
     plan = read_plan(args)
     if selection.asks_for_hosts(args):
         return _run_on_hosts(args, plan)
-    if args.include or args.exclude:
-        raise UsageError("--include and --exclude select hosts of a hostfile; give --hostfile FILE")
+    selection.refuse_without_hosts(args)
     check_target(plan)
     variables = read_variables(args.env)
     if args.dry_run:
@@ -195,5 +198,7 @@ def read_variables(pairs: list[str]) -> dict[str, str]:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise UsageError(f"--env: got {pair!r}; write NAME=VALUE")
+        if name in OF_RANKS:
+            raise UsageError(f"--env {pair}: each rank has its own {name}, which the launcher sets; drop it")
         variables[name] = value
     return variables

@@ -28,6 +28,10 @@ MARGIN = 30
 """Seconds beyond the grace period between the signal and the time limit."""
 EARLY = 60
 """Seconds by which Slurm may send the signal too early (its manual on `--signal`)."""
+OWN = ("launcher", "ranks", "grace", "nodes", "hosts", "hostfile", "include", "exclude", "rendezvous", "node_rank", "module",
+       "dry_run")
+"""Options of `shoal run` that the script decides; `--run-args` cannot."""
+
 TIME = re.compile(r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?"
                   r"|(?P<m>\d+)(?::(?P<s>\d+))?|(?P<H>\d+):(?P<M>\d+):(?P<S>\d+))")
 """The forms of a time limit in Slurm's manual of sbatch."""
@@ -126,10 +130,11 @@ def script(args: argparse.Namespace) -> str:
                            requeue="" if args.no_requeue else REQUEUE)
 
 
-def _run_words(args: argparse.Namespace) -> list[str]:
-    """Return the words of `shoal run`."""
+def _run_words(args: argparse.Namespace, run_args: str | None = None) -> list[str]:
+    """Return the words of `shoal run`, with `run_args` in place of those that the user gave."""
     return ["--launcher", "slurm", "--ranks", str(args.ranks), "--grace", str(args.grace),
-            *split_words("--run-args", args.run_args), *(["--module"] if args.module else []), args.script, *args.args]
+            *split_words("--run-args", args.run_args if run_args is None else run_args),
+            *(["--module"] if args.module else []), args.script, *args.args]
 
 
 def _check_time(args: argparse.Namespace) -> None:
@@ -162,6 +167,11 @@ def _check_run_args(args: argparse.Namespace) -> None:
     parser = _RunParser(prog="shoal run", allow_abbrev=False, add_help=False)
     run.add_arguments(parser)
     parsed = parser.parse_args(_run_words(args))
+    expected = parser.parse_args(_run_words(args, ""))
+    for name in OWN:
+        if (found := getattr(parsed, name)) != getattr(expected, name):
+            raise UsageError(f"--run-args: got --{name.replace('_', '-')} {found}, which the script sets for itself: Slurm "
+                             f"chooses the hosts, and --nodes, --ranks, --grace and --module are options of `shoal sbatch`")
     if (parsed.script, parsed.args) != (args.script, args.args):
         raise UsageError(f"--run-args: got {parsed.script!r}, which is no option of `shoal run`; words of SCRIPT follow it")
     try:

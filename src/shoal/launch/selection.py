@@ -160,6 +160,16 @@ def asks_for_hosts(args: argparse.Namespace) -> bool:
     return args.hostfile is not None or args.hosts is not None or args.launcher is not None
 
 
+def refuse_without_hosts(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for an option of hosts where the ranks start on this machine alone, which would ignore it."""
+    given = {"--include": args.include, "--exclude": args.exclude, "--launcher-args": args.launcher_args,
+             "--ssh-port": args.ssh_port, "--setup": args.setup, "--lost-after": args.lost_after, "--export": args.export}
+    for option, value in given.items():
+        if value not in (None, "", []):
+            raise UsageError(f"{option}: it is for hosts that are started from here; give --hostfile FILE, --hosts LIST or "
+                             f"--launcher NAME, or drop it")
+
+
 def select(args: argparse.Namespace, *, nodes: tuple[int, int] | None, ranks: int | None,
            variables: Mapping[str, str]) -> Selection:
     """Return the hosts and the launcher that the options name.
