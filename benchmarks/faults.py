@@ -6,7 +6,8 @@
 Faults: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (a sleep without end), `spin` (a loop without end, which uses the
 processor: its deadline is ten times as long), `raise` (an exception), `memory` (an allocation
 beyond the limit), `disk` (no room for the next copy or checkpoint, by a limit), `full` (the file system of the
-checkpoints is full until a rank has failed; needs root, to mount one), `spoil` (a wrong gradient, once), `flip` (a bit of
+checkpoints is full until a rank has failed; needs root, to mount one), `spoil` (a wrong gradient, once, when the guard has
+the steps that it compares with), `flip` (a bit of
 the newest copy in memory, then SIGKILL), `agent` (SIGKILL of the launcher, which is started again, as a scheduler would).
 Those of hosts and of links are in node_loss.py. Each stage is a job of its own, which gets an equal part of the faults; a
 `-mesh` has 8 ranks. Each job is shown while it runs (`chaos_view.py`), and its losses are drawn beside the undisturbed ones.
@@ -43,6 +44,7 @@ from results import FOLDER, Outcome, Sheet, Target
 from shoal.launch.doctor import jobs
 from shoal.launch.job_record import JobRecord
 from shoal.recording.page import Reading, read
+from shoal.resilience.guard import LEAST as LEAST_HISTORY
 from shoal.resilience.watch import BUSY_FACTOR, LEAST
 
 FAULTS = ("kill", "stop", "hang", "raise", "memory", "disk", "full", "spoil", "flip", "agent", "spin")
@@ -267,7 +269,8 @@ def wait_for_moment(job: Job, kind: str, wait: float, options: argparse.Namespac
             if newest is not None and copy > newest:
                 committing = max(committing, most(found[2]) - copy)
             newest = copy
-            if time.monotonic() >= begun + wait and (kind != "flip" or copy >= 0):
+            judges = kind != "spoil" or least(found[2]) > LEAST_HISTORY
+            if time.monotonic() >= begun + wait and judges and (kind != "flip" or copy >= 0):
                 return Moment(folder=found[0], record=found[1], step=most(found[2]), copy=copy,
                               committing=max(committing, most(found[2]) - copy - every if copy >= 0 else 0))
         if job.process.poll() is not None or time.monotonic() > deadline:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
+import random
+import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,6 +33,7 @@ from shoal.attention import (
 )
 from shoal.attention.attend import BACKENDS
 from shoal.attention.call import HIDES
+from shoal.attention.lru_cache import LRUCache
 from shoal.errors import UsageError
 from shoal.native import attention as native
 from shoal.testing import run_ranks
@@ -278,7 +282,7 @@ def test_bits_do_not_depend_on_the_default_device(backend: Any, kind: Any, monke
     tensors = operands(Blocks.dense(80, 80, 16), 4, 2, 24)
 
     def computed() -> list[Tensor]:
-        monkeypatch.setattr("shoal.attention.blocks._cache", OrderedDict())  # whose blocks are made already
+        monkeypatch.setattr("shoal.attention.blocks._cache", LRUCache(64))  # whose blocks are made already
         structure = kind(4, 16)
         assert structure.make_layout(80).is_cpu
         torch.manual_seed(2)
@@ -454,8 +458,11 @@ def _bad(**changes: Any) -> dict[str, Any]:
     (_bad(key_padding=torch.full((1, 64), torch.inf)), "key_padding has +inf"),
     (_bad(key_padding=torch.ones(1, 64, dtype=torch.long)), "key_padding has whole numbers above 0 (torch.int64)"),
     (_bad(mask=torch.ones(64, 64, dtype=torch.uint8)), "give mask.bool(), or mode 'mul'"),
-    (_bad(scale=torch.nan), "scale is a finite number; got nan"),
-    (_bad(scale="x"), "scale is a finite number; got 'x'"),
+    (_bad(scale=torch.nan), "scale is a finite number of fp32; got nan"),
+    (_bad(scale="x"), "scale is a finite number of fp32; got 'x'"),
+    (_bad(scale=1e39), "scale is a finite number of fp32; got 1e+39"),
+    (_bad(mask_mode="sum"), "mask_mode is 'add' or 'mul'; got 'sum'"),
+    (_bad(key_padding_mode=None), "key_padding_mode is 'add' or 'mul'; got None"),
     (_bad(key=torch.zeros(1, 0, 64, 8), value=torch.zeros(1, 0, 64, 8)), "at least one head"),
     (_bad(query=torch.zeros(1, 2, 64, 0), key=torch.zeros(1, 2, 64, 0), value=torch.zeros(1, 2, 64, 0)), "at least 1; got"),
     (_bad(bias=torch.zeros(3, 64, 64)), "bias is (batches or 1, heads or 1, length, kv_length)"),
@@ -654,6 +661,78 @@ def test_products_are_of_fp32_within_autocast(backend: Any, dtype: torch.dtype) 
     with torch.autocast("cpu", dtype):
         got = passes(backend, tensors, blocks, bias, dropout=0.1, seed=1)
     assert all(map(torch.equal, got, expected))
+
+
+def test_threads_find_blocks_of_more_layouts_than_the_cache_keeps() -> None:
+    layouts = [(torch.arange(49) < count).view(1, 7, 7) for count in range(49)]
+    layouts += [layout.transpose(1, 2) for layout in layouts[8:]]
+    wrong: list[object] = []
+
+    def find(seed: int) -> None:
+        try:
+            for number in random.Random(seed).choices(range(len(layouts)), k=1000):
+                if not torch.equal(Blocks.of(layouts[number], 16).layout, layouts[number]):
+                    wrong.append(number)
+        except KeyError as error:
+            wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=find, args=(seed,)) for seed in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
+def test_a_cache_keeps_what_was_used_last_and_copies_are_empty() -> None:
+    cache: LRUCache[int] = LRUCache(2)
+    made: list[int] = []
+
+    def make(key: int) -> int:
+        return cache.get(key, lambda: made.append(key) or -key)
+
+    assert [make(key) for key in (1, 2, 1, 3, 1, 2)] == [-1, -2, -1, -3, -1, -2]
+    assert made == [1, 2, 3, 2]
+    assert copy.deepcopy(cache).get(1, lambda: 7) == 7 and cache.get(1, lambda: 7) == -1
+
+
+@pytest.mark.parametrize("backend", ["auto", *FAST])
+def test_a_query_of_overlapping_windows_is_computed(backend: Any) -> None:
+    query = torch.randn(1, 2, 64 + 127, generator=torch.Generator().manual_seed(0)).unfold(-1, 128, 1)
+    blocks = random_blocks(1, 4, 16)
+    key, value = torch.randn(2, 1, 2, 64, 128, generator=torch.Generator().manual_seed(1))
+    ours = passes(backend, [query, key, value], blocks)
+    assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in zip(
+        ours, passes("reference", [query.contiguous(), key, value], blocks), strict=True))
+    with torch.no_grad():
+        assert torch.allclose(attend(query, key, value, blocks, backend=backend), ours[0], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int64])
+def test_masks_and_layouts_of_every_dtype_hide_where_they_are_zero(dtype: torch.dtype) -> None:
+    seen = torch.arange(64) % 3 > 0
+    mask = seen.to(dtype) * 1e-50 if dtype == torch.float64 else seen.to(dtype)
+    blocks, (query, key, value) = random_blocks(1, 4, 16), operands(random_blocks(1, 4, 16), 2, 2, 16, batches=1)
+    expected = attend(query, key, value, blocks, key_padding=seen[None])
+    assert torch.equal(attend(query, key, value, blocks, key_padding=mask[None], key_padding_mode="mul"), expected)
+    assert Blocks.of(blocks.layout.to(dtype), 16) is blocks
+    with pytest.raises(UsageError, match="a layout has entries 0 and 1 alone"):
+        Blocks.of(torch.full((1, 2, 2), 2).to(dtype), 16)
+
+
+def test_a_mask_made_in_inference_mode_serves_training() -> None:
+    blocks = random_blocks(1, 4, 16)
+    with torch.inference_mode():
+        padding = torch.arange(64)[None] < 50
+    tensors = operands(blocks, 2, 2, 16, batches=1)
+    for a, b in zip(passes("auto", tensors, blocks, key_padding=padding),
+                    passes("auto", tensors, blocks, key_padding=torch.arange(64)[None] < 50), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(("layout", "message"), [

@@ -311,7 +311,7 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "heads differ": (heads_differ, "rank 1 has heads exchanged: query (1, 3, 64, 16)"),
     "key heads": (key_heads, "the heads of keys divide those of the query"),
     "no dims": (no_dims, "none of them 0; got query (1, 2, 64, 0)"),
-    "an infinite scale": (infinite_scale, "scale is a finite number; got inf"),
+    "an infinite scale": (infinite_scale, "scale is a finite number of fp32; got inf"),
     "dropout above 1": (wide_dropout, "dropout is a probability, at least 0 and below 1; got 1.5"),
     "float64": (float64, "operands are float32, bfloat16 or float16; got torch.float64"),
     "a fraction as seed": (fraction_as_seed, "seed is a whole number, or None; got 1.5"),

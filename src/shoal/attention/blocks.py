@@ -6,7 +6,6 @@ Blocks are cached by the content of the layout, not by its length: two layouts o
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor
 
 from shoal.attention.arguments import check_tensor, whole_number
+from shoal.attention.lru_cache import LRUCache
 from shoal.errors import UsageError
 
 __all__ = ["Blocks"]
 
 _CACHED = 64
-_cache: OrderedDict[tuple[tuple[int, ...], int, bytes], Blocks] = OrderedDict()
-
+_cache: LRUCache[Blocks] = LRUCache(_CACHED)
 
 def _is_binary(layout: Tensor, visited: Tensor) -> bool:
     """Return whether all entries of `layout` are 0 or 1; `visited` are those that are not 0."""
@@ -75,6 +74,8 @@ class Blocks:
                              f"{layout.device}: give bool or whole numbers, on a device that stores them")
         block = whole_number("a block", block, "a whole number of positions, at least one", least=1)
         layout = layout.detach().cpu()
+        if layout.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operators of them
+            layout = layout.to(torch.int64)
         small = layout.to(torch.bool)
         if not _is_binary(layout, small):
             raise UsageError("a layout has entries 0 and 1 alone (1: the block is visited); "
@@ -83,14 +84,7 @@ class Blocks:
             small = small[:1]
         small = small.contiguous()
         key = (tuple(small.shape), block, small.numpy().tobytes())
-        blocks = _cache.get(key)
-        if blocks is None:
-            blocks = _cache[key] = Blocks(small.clone(), block)  # the caller may write to a layout of bool afterwards
-            if len(_cache) > _CACHED:
-                _cache.popitem(last=False)
-        else:
-            _cache.move_to_end(key)
-        return blocks
+        return _cache.get(key, lambda: Blocks(small.clone(), block))  # the caller may write to a layout of bool afterwards
 
     @staticmethod
     def dense(length: int, kv_length: int, block: int) -> Blocks:

@@ -17,18 +17,22 @@ from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.log import warn_once
 
-__all__ = ["Mode", "any_hidden", "hidden_blocks", "key_padding_term", "mask_term"]
+__all__ = ["Mode", "any_hidden", "check_mode", "hidden_blocks", "key_padding_term", "mask_term"]
 
 Mode = Literal["add", "mul"]
+
+
+def check_mode(name: str, mode: object) -> None:
+    """Raise UsageError for what is no mode of the mask `name`."""
+    if mode not in ("add", "mul"):
+        raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
 
 
 def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
     """Return a mask of `shape`, (batches, kv_length) of "key_padding" or (length, kv_length) of "mask", as a term.
 
-    Raises UsageError for another shape, mode, dtype or device.
+    Raises UsageError for another shape, dtype or device.
     """
-    if mode not in ("add", "mul"):
-        raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
     check_tensor(f"attend: {name}", tensor, "of bool, whole or float numbers")
     if tensor.is_complex():
         raise UsageError(f"attend: {name} is a tensor of bool, whole or float numbers; got {tensor.dtype}")
@@ -38,13 +42,14 @@ def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], dev
     if tensor.device != device:
         raise UsageError(f"attend: {name} is on {tensor.device}, query on {device}")
     multiplies = mode == "mul" or tensor.dtype == torch.bool
-    if not multiplies and not tensor.is_floating_point() and tensor.numel() and int(tensor.max()) > 0:
+    if not multiplies and not tensor.is_floating_point() and tensor.numel() and bool((tensor.float() > 0).any()):
         raise UsageError(f"attend: {name} has whole numbers above 0 ({tensor.dtype}), which mode 'add' would add to scores; "
                          f"where they say what is seen give {name}.bool(), or mode 'mul'")
     if tensor.requires_grad and torch.is_grad_enabled():
         warn_once(f"attend: {name} requires a gradient, and gets none: give what is learned as bias")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
-        tensor = tensor.float()
+        # a number that fp32 rounds to 0 is none: what hides is decided in the dtype that was given
+        tensor = (tensor != 0).float().masked_fill_(tensor.isnan(), torch.nan) if multiplies else tensor.float()
     tensor = tensor.detach().contiguous().resolve_neg()
     return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from numbers import Integral
 from typing import Any, Self, cast
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from shoal.attention.arguments import check_tensor, true_or_false
 from shoal.attention.blocks import Blocks
+from shoal.attention.lru_cache import LRUCache
 from shoal.errors import ConfigError, NotServed, UsageError
 
 __all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
@@ -228,10 +228,7 @@ class _Structure(SparsityConfig):
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
         super().__init__(num_heads, block, different_layout_per_head)
-        self._known: OrderedDict[Hashable, Blocks] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_known": OrderedDict[Hashable, Blocks]()}  # blocks are drawn again where they are needed
+        self._known: LRUCache[Blocks] = LRUCache(_KNOWN)
 
     @abstractmethod
     def _visited(self, blocks: int) -> Tensor:
@@ -246,12 +243,8 @@ class _Structure(SparsityConfig):
         if type(self).make_layout is not _Structure.make_layout:
             return super().blocks(seq_len, causal=causal)
         values = (_identity(value) for name, value in sorted(vars(self).items()) if name[0] != "_")
-        key = (*values, seq_len, causal)
-        if key not in self._known:
-            self._known[key] = Blocks.of(self._structure(seq_len, causal=causal), self.block)
-            if len(self._known) > _KNOWN:
-                self._known.popitem(last=False)
-        return self._known[key]
+        return self._known.get((*values, seq_len, causal),
+                               lambda: Blocks.of(self._structure(seq_len, causal=causal), self.block))
 
     def _structure(self, seq_len: int, *, causal: bool) -> Tensor:
         blocks = self._count(seq_len)

@@ -78,6 +78,8 @@ def available() -> bool:
 def forward(call: KernelCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output, laid out as `query` is, and the log-sum-exp (batches, heads, length) of every row."""
     output = torch.empty_like(query)
+    if output.stride(-1) != 1:  # of a query whose memory overlaps, as that of windows by `unfold`
+        output = query.new_empty(query.shape)
     sums = query.new_empty(query.shape[:3])
     problem = _problem(call, query, key, value, output, sums)
     _run("forward", problem)

@@ -28,7 +28,7 @@ from shoal.attention.attend import (
 )
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall
-from shoal.attention.masks import Mode, key_padding_term
+from shoal.attention.masks import Mode, check_mode, key_padding_term
 from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.sequence_parallel.axis import SequenceAxis
@@ -73,6 +73,8 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
             check_tensor(f"attend_sequence: {name}", given, "of the whole sequence")
     query, key, value, key_padding, mask, bias = in_memory(
         "attend_sequence", query=query, key=key, value=value, key_padding=key_padding, mask=mask, bias=bias)
+    check_mode("key_padding", key_padding_mode)
+    check_mode("mask", mask_mode)
     if mask is not None or bias is not None:
         if exchange == "blocks":
             raise UsageError("attend_sequence: exchange='blocks' has no mask or bias of each query and key; leave exchange "
