@@ -61,6 +61,8 @@ WITHOUT_COPIES = ("agent", "disk")
 """Faults after which the newest copy may be older: copies end with their launcher, and fail without room for files."""
 LATE = BUSY_FACTOR * LEAST + 1.0
 """Seconds within which a rank that hangs and uses the processor is noticed, if a tenth of that is the least of its call."""
+CHECKPOINT = 5
+"""Copies in memory between two checkpoints."""
 SCRIPT = ("steps", "stage", "model", "every", "width", "layers")
 """Options that the training gets."""
 TOKEN = "SHOAL_CHAOS"
@@ -141,7 +143,7 @@ class Job:
         self.name = f"chaos-{secrets.token_hex(4)}"
         self._command = [sys.executable, "-m", "shoal", "run", "--ranks", str(ranks_of(options)), "--grace", "2",
                          "--max-restarts", str(restarts), "--job", self.name, str(ROOT / "benchmarks" / "faulty.py"),
-                         "--out", str(out), f"--pause={pause}",
+                         "--out", str(out), f"--pause={pause}", f"--save={CHECKPOINT * options.every}",
                          *(f"--{name}={getattr(options, name)}" for name in SCRIPT)]
         self.start()
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
-import sys
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
@@ -354,23 +350,6 @@ def test_gradients_equal_finite_differences() -> None:
     assert abs(float((change[0] - change[1]) / (2 * step)) - float((gradient * direction).sum())) < 2e-3
 
 
-def test_blocks_are_cached_by_content() -> None:
-    layout = torch.eye(4).long()[None]
-    other = layout.clone()
-    other[0, 0, 3] = 1
-    assert Blocks.of(layout, 16) is Blocks.of(layout.clone(), 16)
-    assert Blocks.of(other, 16).visited == 5 and Blocks.of(layout, 32) is not Blocks.of(layout, 16)
-    assert Blocks.of(layout.expand(6, -1, -1), 16).heads == 1
-
-
-def test_blocks_keep_their_layout_when_the_caller_writes_to_it() -> None:
-    layout = torch.eye(5, dtype=torch.bool)[None]
-    blocks = Blocks.of(layout, 16)
-    layout.fill_(True)
-    assert torch.equal(blocks.layout[0], torch.eye(5, dtype=torch.bool)) and blocks.visited == 5
-    assert Blocks.of(layout, 16).visited == 25
-
-
 def test_small_blocks_are_computed_by_gather_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     blocks = random_blocks(1, 5, 7)  # a block that no other test has: a warning comes once in a process
     tensors = operands(blocks, 2, 2, 16)
@@ -663,44 +642,6 @@ def test_products_are_of_fp32_within_autocast(backend: Any, dtype: torch.dtype) 
     assert all(map(torch.equal, got, expected))
 
 
-def test_threads_find_blocks_of_more_layouts_than_the_cache_keeps() -> None:
-    layouts = [(torch.arange(49) < count).view(1, 7, 7) for count in range(49)]
-    layouts += [layout.transpose(1, 2) for layout in layouts[8:]]
-    wrong: list[object] = []
-
-    def find(seed: int) -> None:
-        try:
-            for number in random.Random(seed).choices(range(len(layouts)), k=1000):
-                if not torch.equal(Blocks.of(layouts[number], 16).layout, layouts[number]):
-                    wrong.append(number)
-        except KeyError as error:
-            wrong.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=find, args=(seed,)) for seed in range(8)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong
-
-
-def test_a_cache_keeps_what_was_used_last_and_copies_are_empty() -> None:
-    cache: LRUCache[int] = LRUCache(2)
-    made: list[int] = []
-
-    def make(key: int) -> int:
-        return cache.get(key, lambda: made.append(key) or -key)
-
-    assert [make(key) for key in (1, 2, 1, 3, 1, 2)] == [-1, -2, -1, -3, -1, -2]
-    assert made == [1, 2, 3, 2]
-    assert copy.deepcopy(cache).get(1, lambda: 7) == 7 and cache.get(1, lambda: 7) == -1
-
-
 @pytest.mark.parametrize("backend", ["auto", *FAST])
 def test_a_query_of_overlapping_windows_is_computed(backend: Any) -> None:
     query = torch.randn(1, 2, 64 + 127, generator=torch.Generator().manual_seed(0)).unfold(-1, 128, 1)
@@ -733,28 +674,6 @@ def test_a_mask_made_in_inference_mode_serves_training() -> None:
     for a, b in zip(passes("auto", tensors, blocks, key_padding=padding),
                     passes("auto", tensors, blocks, key_padding=torch.arange(64)[None] < 50), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(("layout", "message"), [
-    (torch.ones(4, 4), "(heads, query blocks, key blocks)"), (torch.full((1, 2, 2), 2), "entries 0 and 1 alone"),
-    (torch.ones(1, 0, 2), "each at least 1"), (torch.ones(1, 2, 2, dtype=torch.complex64), "got torch.complex64 on cpu"),
-    (torch.ones(1, 2, 2, device="meta"), "on meta: give bool or whole numbers, on a device that stores them"),
-    (torch.ones(1, 2, 2).to_sparse(), "got one of torch.sparse_coo: give its to_dense()"),
-])  # fmt: skip
-def test_bad_layouts_are_refused(layout: Tensor, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Blocks.of(layout, 16)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("sizes", "message"), [
-    ((64.0, 64, 16), "a length is a whole number of positions, at least one block; got 64.0"),
-    ((65, 64, 16), "a length is a multiple of the block, 16; got 65: pad it by 15"),
-    ((64, 64, 0), "a block is a whole number of positions, at least one; got 0"),
-])  # fmt: skip
-def test_bad_sizes_of_the_layout_of_ones_are_refused(sizes: tuple[Any, int, int], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Blocks.dense(*sizes)
 
 
 def test_options_may_be_numbers_of_numpy() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.orphans import MARK, memory_folder
+from shoal.launch.watching import current_first
 from shoal.recording.page import PAGES
 
 TRAIN = """
@@ -39,6 +40,14 @@ HANG = "if rank == 1 and attempt == 0 and engine.global_steps == 8: hung = time.
 
 def pids(lines: list[str]) -> dict[int, int]:
     return {int(words[3]): int(words[4]) for words in map(str.split, lines) if words[:2] == ["step", "6"]}
+
+
+def test_the_stack_of_the_current_thread_comes_first():
+    others = ["Thread 0x01 (most recent call first):\n  File \"a.py\", line 1 in a", "Thread 0x02 ...\n  File b"]
+    main_thread = "Current thread 0x03 (most recent call first):\n  File \"c.py\", line 3 in <module>"
+    text = "\n\n".join([*others, main_thread]) + "\n"
+    assert current_first(text) == "\n\n".join([main_thread, *others]) + "\n"
+    assert current_first("") == ""
 
 
 def test_what_a_spare_imports_asks_for_no_accelerator() -> None:

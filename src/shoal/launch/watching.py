@@ -22,7 +22,7 @@ from shoal.launch.console import Console
 from shoal.recording.page import TrainingPhase
 from shoal.resilience.watch import StallKind, Suspicion, Watch
 
-__all__ = ["Reaction", "WatchedRank", "stacks"]
+__all__ = ["Reaction", "WatchedRank", "current_first", "stacks"]
 
 LOOK = 0.25
 """Seconds between two looks at the ranks."""
@@ -127,4 +127,11 @@ def stacks(pid: int, error_file: str, *, stopped: bool) -> str:
         last, size = size, path.stat().st_size
         if size == last > before:
             break
-    return path.read_bytes()[before:].decode(errors="replace")
+    return current_first(path.read_bytes()[before:].decode(errors="replace"))
+
+
+def current_first(text: str) -> str:
+    """Return stacks by faulthandler with the thread that got the signal, as a rule the main one, before all others."""
+    threads = text.strip("\n").split("\n\n")
+    threads.sort(key=lambda thread: not thread.startswith("Current thread"))
+    return "\n\n".join(threads) + "\n" if text else ""

@@ -90,7 +90,7 @@ class Suspicion:
     deadline: float
 
     def __str__(self) -> str:
-        where = "before initialize" if self.reading is None else (
+        where = "before initialize, or with no room in /dev/shm for its page" if self.reading is None else (
             f"in {self.reading.phase.name.lower().replace('_', ' ')} after {self.reading.steps} "
             f"step{'' if self.reading.steps == 1 else 's'}")
         if self.kind is StallKind.STOPPED:
