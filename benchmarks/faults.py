@@ -364,7 +364,9 @@ def main() -> int:
 
 def survive(options: argparse.Namespace, kinds: list[str], chance: random.Random) -> Survival:
     """Disturb one job by the faults `kinds`, and compare its weights with those of an undisturbed one."""
-    options.steps = int((len(kinds) + 1) * 2.5 * options.quiet / (options.pause + SECONDS[options.model]))
+    until_saved = CHECKPOINT * options.every * sum(kind in ("disk", "full") for kind in kinds)
+    options.steps = LEAST_HISTORY + until_saved + int(
+        (len(kinds) + 1) * 2.5 * options.quiet / (options.pause + SECONDS[options.model]))
     folder = Path(tempfile.mkdtemp(prefix="shoal-chaos-"))
     recoveries: list[Recovery] = []
     hangs = 0
