@@ -441,7 +441,7 @@ def _bad(**changes: Any) -> dict[str, Any]:
     (_bad(scale="x"), "scale is a finite number of fp32; got 'x'"),
     (_bad(scale=1e39), "scale is a finite number of fp32; got 1e+39"),
     (_bad(mask_mode="sum"), "mask_mode is 'add' or 'mul'; got 'sum'"),
-    (_bad(key_padding_mode=None), "key_padding_mode is 'add' or 'mul'; got None"),
+    (_bad(key_padding_mode="zzz"), "key_padding_mode is 'add' or 'mul'; got 'zzz'"),
     (_bad(key=torch.zeros(1, 0, 64, 8), value=torch.zeros(1, 0, 64, 8)), "at least one head"),
     (_bad(query=torch.zeros(1, 2, 64, 0), key=torch.zeros(1, 2, 64, 0), value=torch.zeros(1, 2, 64, 0)), "at least 1; got"),
     (_bad(bias=torch.zeros(3, 64, 64)), "bias is (batches or 1, heads or 1, length, kv_length)"),

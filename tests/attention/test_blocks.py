@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import random
 import sys
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.attention import Blocks
+from shoal.attention import Blocks, FixedSparsityConfig
 from shoal.attention.lru_cache import LRUCache
 from shoal.errors import UsageError
 
@@ -60,7 +63,7 @@ def test_threads_find_blocks_of_more_layouts_than_the_cache_keeps() -> None:
     assert not wrong
 
 
-def test_a_cache_keeps_what_was_used_last_and_copies_are_empty() -> None:
+def test_a_cache_keeps_what_was_used_last() -> None:
     cache: LRUCache[int] = LRUCache(2)
     made: list[int] = []
 
@@ -69,7 +72,19 @@ def test_a_cache_keeps_what_was_used_last_and_copies_are_empty() -> None:
 
     assert [make(key) for key in (1, 2, 1, 3, 1, 2)] == [-1, -2, -1, -3, -1, -2]
     assert made == [1, 2, 3, 2]
-    assert copy.deepcopy(cache).get(1, lambda: 7) == 7 and cache.get(1, lambda: 7) == -1
+
+
+def test_structures_are_copied_and_pickled_without_their_blocks() -> None:
+    structure = FixedSparsityConfig(num_heads=2)
+    drawn = structure.blocks(64)
+    for other in (copy.deepcopy(structure), pickle.loads(pickle.dumps(structure)), copy.copy(structure)):
+        assert other.blocks(64) is drawn, "blocks are found by content"
+    structure.__setstate__({**structure.__getstate__(), "_known": OrderedDict()})  # as of an older pickle
+    assert structure.blocks(64) is drawn
+    with torch.serialization.safe_globals([FixedSparsityConfig]):
+        file = io.BytesIO()
+        torch.save(structure, file)
+        assert torch.load(io.BytesIO(file.getvalue()), weights_only=True).blocks(64) is drawn
 
 
 @pytest.mark.parametrize(("layout", "message"), [

@@ -156,6 +156,17 @@ def test_an_abandoned_epoch_is_followed_by_the_next() -> None:
     assert (loader.epoch, len(list(loader)), loader.epoch) == (0, 4, 2)
 
 
+def test_the_position_of_the_last_step_stays_until_the_next_epoch() -> None:
+    loader = loaders(range(8), 1, 2)[0]
+    batches = iter(loader)
+    next(batches)
+    loader.note_step()
+    next(batches)
+    assert loader.trained_state() == {**loader.state_dict(), "samples": 2} != loader.state_dict()
+    next(iter(loader))
+    assert loader.trained_state() == {**loader.state_dict(), "epoch": 1, "samples": 0}, "an epoch that was left is over"
+
+
 def test_the_position_counts_delivered_not_prefetched_samples() -> None:
     loader = Loader(range(40), batch_size=2, ranks=2, num_workers=2, collate_fn=list)
     batches = iter(loader)

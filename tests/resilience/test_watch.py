@@ -217,7 +217,7 @@ def test_a_late_call_of_a_phase_follows_from_its_median(phase: TrainingPhase, pa
     enter(str(tmp_path), 0, processes[0].pid, phase, waits=0)
     reading = watched.reading(0)
     assert reading is not None
-    trains = phase in (TrainingPhase.FORWARD, TrainingPhase.BACKWARD, TrainingPhase.STEP, TrainingPhase.TRAIN_BATCH)
+    trains = phase in (TrainingPhase.FORWARD, TrainingPhase.BACKWARD, TrainingPhase.STEP)
     slow = dataclasses.replace(reading, past={phase: [2.0, 3.0, 40.0]})
     assert watched.deadline(slow) == (15.0 if trains else 30.0)
     quick = dataclasses.replace(reading, past={phase: [0.001]})

@@ -34,7 +34,7 @@ from shoal.attention import flex, gather, reference
 from shoal.attention.arguments import check_tensor, in_memory, true_or_false, whole_number
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term
-from shoal.attention.masks import Mode, any_hidden, check_mode, hidden_blocks, mask_term
+from shoal.attention.masks import Mode, any_hidden, check_mode, for_backward, hidden_blocks, mask_term
 from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
 from shoal.device import HOST, has_triton, kept_for_stream
 from shoal.errors import UsageError
@@ -107,7 +107,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     masks: tuple[tuple[str, Tensor | None, Mode, int], ...] = (
         ("key_padding", key_padding, key_padding_mode, query.shape[0]), ("mask", mask, mask_mode, query.shape[2]))
     for name, tensor, mode, first in masks:
-        check_mode(name, mode)
+        if mode or tensor is not None:  # wrappers pass None beside no mask
+            check_mode(name, mode)
         if tensor is not None:
             term = mask_term(name, tensor, mode, (first, key.shape[2]), query.device)
             terms.append(term)
@@ -151,7 +152,7 @@ class _Attend(torch.autograd.Function):
                 bias: Tensor | None) -> Tensor:
         """Run the backend's forward; `bias` is the first of the call's terms."""
         output, sums = kernels.forward(call, query, key, value)
-        terms = tuple(term.tensor.clone() if term.tensor.is_inference() else term.tensor for term in call.terms)
+        terms = tuple(term.tensor for term in call.terms)
         ctx.save_for_backward(query, key, value, output, sums, *terms)
         ctx.kernels, ctx.call, ctx.has_bias = kernels, replace(call, terms=()), bias is not None
         ctx.multiplies = tuple(term.multiplies for term in call.terms)
@@ -445,11 +446,11 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
         raise UsageError(f"attend: bias is (batches or 1, heads or 1, length, kv_length), here {whole}, of a float dtype on "
                          f"{query.device}; got {tuple(bias.shape)}, {bias.dtype}, {bias.device}")
     wide = (wide if wide.dtype in _DTYPES else wide.float()).resolve_neg()
-    return wide if wide.stride(-1) == 1 else wide.contiguous()
+    return for_backward(wide if wide.stride(-1) == 1 else wide.contiguous())
 
 
 def scale_of(scale: float | None, dim: int) -> float:
     """Return the scale of scores, by default 1 / sqrt(dim). Raises UsageError for one that is no finite number."""
-    if scale is not None and not (isinstance(scale, Real) and abs(scale) <= _LARGEST):  # pyright: ignore
+    if scale is not None and not (isinstance(scale, Real) and abs(float(scale)) <= _LARGEST):  # pyright: ignore
         raise UsageError(f"attend: scale is a finite number of fp32; got {scale!r}: leave it out for 1 / sqrt(head dim)")
     return 1.0 / sqrt(dim) if scale is None else scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from threading import Lock
+from threading import RLock
 from typing import Generic, TypeVar
 
 __all__ = ["LRUCache"]
@@ -13,15 +13,12 @@ T = TypeVar("T")
 
 
 class LRUCache(Generic[T]):
-    """The values of the last `size` keys that were asked for. Threads may share it; a copy or a pickle of it is empty."""
+    """The values of the last `size` keys that were asked for, which threads may share."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._values: OrderedDict[Hashable, T] = OrderedDict()
-        self._lock = Lock()
-
-    def __reduce__(self) -> tuple[type[LRUCache[T]], tuple[int]]:
-        return LRUCache, (self._size,)
+        self._lock = RLock()  # a signal handler may ask within a look-up of its own thread
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the value of `key`, by `make` where there is none."""

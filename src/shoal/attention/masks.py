@@ -17,7 +17,7 @@ from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.log import warn_once
 
-__all__ = ["Mode", "any_hidden", "check_mode", "hidden_blocks", "key_padding_term", "mask_term"]
+__all__ = ["Mode", "any_hidden", "check_mode", "for_backward", "hidden_blocks", "key_padding_term", "mask_term"]
 
 Mode = Literal["add", "mul"]
 
@@ -50,8 +50,13 @@ def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], dev
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
         # a number that fp32 rounds to 0 is none: what hides is decided in the dtype that was given
         tensor = (tensor != 0).float().masked_fill_(tensor.isnan(), torch.nan) if multiplies else tensor.float()
-    tensor = tensor.detach().contiguous().resolve_neg()
+    tensor = for_backward(tensor.detach().contiguous().resolve_neg())
     return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
+
+
+def for_backward(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of one that was made in inference mode, where autograd is to save it."""
+    return tensor.clone() if tensor.is_inference() and torch.is_grad_enabled() else tensor
 
 
 def key_padding_term(padding: Tensor, mode: Mode, blocks: Blocks, batches: int,

@@ -230,6 +230,12 @@ class _Structure(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         self._known: LRUCache[Blocks] = LRUCache(_KNOWN)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_known"}  # blocks are drawn again
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update({**state, "_known": LRUCache[Blocks](_KNOWN)})  # older pickles have a cache of another class
+
     @abstractmethod
     def _visited(self, blocks: int) -> Tensor:
         """Return which blocks are visited, but for random ones: (heads whose layouts may differ, blocks, blocks) bool."""

@@ -40,6 +40,8 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     """Return the output, laid out as `query` is, and the log-sum-exp (batches, heads, length) in fp32."""
     query, key, value = (_unit_stride(each) for each in (query, key, value))
     output = torch.empty_like(query)
+    if output.stride(-1) != 1:  # of a query whose memory overlaps, as that of windows by `unfold`
+        output = query.new_empty(query.shape)
     sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     with selected(query.device):
         _forward[(call.blocks.row_blocks, call.heads, query.shape[0])](

@@ -114,7 +114,7 @@ class Loader:
         an iterable dataset that yields no batch.
         """
         if not self._fresh:
-            self._position = Position(epoch=self._position.epoch + 1)
+            self._position = self._trained = Position(epoch=self._position.epoch + 1)
         self._iteration += 1
         yield from self._deliver(self._iteration)
 

@@ -96,8 +96,9 @@ def main(argv: list[str]) -> None:
             end_training_phase()
     except SystemExit as end:
         if end.code not in (None, 0):
-            record(path, end, "", summary=f"sys.exit({end.code!r})")
             last.code = end.code if isinstance(end.code, int) else 1
+            with _handlers_silenced():
+                record(path, end, "", summary=f"sys.exit({end.code!r})")
         raise
     except BaseException as error:
         last.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -266,11 +267,11 @@ def _message_of(error: BaseException) -> str:
 @contextlib.contextmanager
 def _handlers_silenced() -> Generator[None]:
     """Have Python's signal handlers do nothing: one that raises, as a loader's for a dead worker, would hide the error."""
-    found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    found = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGINT}}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, _do_nothing)
     try:
+        for number in handlers:
+            signal.signal(number, _do_nothing)
         yield
     finally:
         for number, handler in handlers.items():

@@ -1,8 +1,8 @@
 """The agent watches its ranks: it reads their pages and /proc, and finds those that are stopped or hung.
 
-A call is late after 5 times the median of its phase where it trains, 10 times where it evaluates, saves, loads or runs the
-script's own code, and at least 5 s. The first call of a phase may compile: it is late after 10 times the longest first call
-of an earlier attempt, and at least a minute; if there was none, after `UNKNOWN`.
+A call is late after 5 times the median of its phase where it trains, 10 times where it evaluates, saves, loads, reads data
+or runs the script's own code, and at least 5 s. The first call of a phase may compile: it is late after 10 times the longest
+first call of an earlier attempt, and at least a minute; if there was none, after `UNKNOWN`.
 
     stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
     hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor, nor
@@ -34,8 +34,8 @@ TRAINING_FACTOR = 5.0
 """A call that trains is late after so many times the median duration of its phase: such calls last alike."""
 FACTOR = 10.0
 """Any other call, which may wait for files or serve a longer data set, is late after so many times the median."""
-TRAINING = (TrainingPhase.FORWARD, TrainingPhase.BACKWARD, TrainingPhase.STEP, TrainingPhase.TRAIN_BATCH)
-"""The phases of calls that train."""
+TRAINING = (TrainingPhase.FORWARD, TrainingPhase.BACKWARD, TrainingPhase.STEP)
+"""The phases of calls that train, and read no data: `train_batch` of a pipeline does."""
 LEAST = 5.0
 """Seconds after which a call may be late."""
 FIRST_LEAST = 60.0
