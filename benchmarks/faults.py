@@ -4,11 +4,11 @@
     .venv/bin/python benchmarks/faults.py --model 30m --ranks 4 --faults 3 --quiet 3 --every 3    # 5 minutes, 2 busy cores
 
 Faults: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (a sleep without end), `spin` (a loop without end, which uses the
-processor: its deadline is ten times as long), `raise` (an exception), `memory` (an allocation
-beyond the limit), `disk` (no room for the next copy or checkpoint, by a limit), `full` (the file system of the
-checkpoints is full until a rank has failed; needs root, to mount one), `spoil` (a wrong gradient, once, when the guard has
-the steps that it compares with), `flip` (a bit of
-the newest copy in memory, then SIGKILL), `agent` (SIGKILL of the launcher, which is started again, as a scheduler would).
+processor: its deadline is ten times as long), `raise` (an exception), `memory` (an allocation beyond the limit), `disk`
+(no room for the next copy or checkpoint, by a limit), `full` (the file system of the checkpoints is full until a rank has
+failed; needs root, to mount one), `spoil` (a wrong gradient, once, when the guard has the steps that it compares with),
+`flip` (a bit of the newest copy in memory, then SIGKILL), `agent` (SIGKILL of the launcher, which is started again, as a
+scheduler would).
 Those of hosts and of links are in node_loss.py. Each stage is a job of its own, which gets an equal part of the faults; a
 `-mesh` has 8 ranks. Each job is shown while it runs (`chaos_view.py`), and its losses are drawn beside the undisturbed ones.
 Of each fault it takes the seconds until it was noticed (the rank is dead), until ranks train again (the first step of the

@@ -28,8 +28,8 @@ from shoal.attention import (
     attend,
 )
 from shoal.attention.attend import BACKENDS
+from shoal.attention.blocks import _of_content
 from shoal.attention.call import HIDES
-from shoal.attention.lru_cache import LRUCache
 from shoal.errors import UsageError
 from shoal.native import attention as native
 from shoal.testing import run_ranks
@@ -274,11 +274,11 @@ def test_bits_do_not_depend_on_the_default_dtype(backend: Any, dtype: torch.dtyp
 @pytest.mark.parametrize("backend", ["reference", *FAST])
 @pytest.mark.parametrize("kind", [FixedSparsityConfig, VariableSparsityConfig, BigBirdSparsityConfig,
                                   BSLongformerSparsityConfig, LocalSlidingWindowSparsityConfig, DenseSparsityConfig])
-def test_bits_do_not_depend_on_the_default_device(backend: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_default_device(backend: Any, kind: Any) -> None:
     tensors = operands(Blocks.dense(80, 80, 16), 4, 2, 24)
 
     def computed() -> list[Tensor]:
-        monkeypatch.setattr("shoal.attention.blocks._cache", LRUCache(64))  # whose blocks are made already
+        _of_content.cache_clear()  # whose blocks are made already
         structure = kind(4, 16)
         assert structure.make_layout(80).is_cpu
         torch.manual_seed(2)

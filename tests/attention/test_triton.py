@@ -24,6 +24,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 # The interpreter computes in numpy, which warns of every Inf.
 SAME = """
 import torch
+from shoal.attention import Blocks, attend
 from tests.attention.test_attend import CASES, close, operands, passes, random_blocks
 for case, options in CASES.items():
     for block, kv_heads, dim, layout_heads in ((16, 2, 24, 4), (32, 4, 16, 1))[:1 + (case == "plain")]:
@@ -31,6 +32,10 @@ for case, options in CASES.items():
         tensors = operands(blocks, 4, kv_heads, dim)
         given = {name: value(2, blocks.length, block) if callable(value) else value for name, value in options.items()}
         close(passes("triton", tensors, blocks, **given), passes("reference", tensors, blocks, **given))
+blocks = Blocks.dense(32, 32, 16)
+windows = torch.randn(1, 1, 32 + 47).unfold(-1, 48, 1)  # (1, 1, 32, 48) of memory that overlaps
+key, value = torch.randn(2, 1, 1, 32, 48)
+close(*([attend(windows, key, value, blocks, backend=backend)] for backend in ("triton", "reference")))
 blocks = random_blocks(1, 3, 16)
 tensors = operands(blocks, 2, 2, 16, dtype=torch.float16)
 wide = passes("reference", [each.float() for each in tensors], blocks, dropout=0.2, seed=5)

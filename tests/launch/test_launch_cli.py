@@ -115,7 +115,7 @@ def test_the_command_line_does_not_import_torch():
     (["--module", "no_such_module"], "no module 'no_such_module' in "),
     (["."], "'.' is a folder without a __main__.py; name a script in it"),
     (["--env", "NAME", __file__], "--env: got 'NAME'; write NAME=VALUE"),
-    (["--env", "RANK=5", __file__], "--env RANK=5: each rank has its own RANK, which the launcher sets; drop it"),
+    (["--env", "RANK=5", __file__], "--env RANK=5: the launcher sets RANK for each rank; drop it, or choose the address"),
     *(([*words, __file__], f"{words[0].partition('=')[0]}: it is for hosts that are started from here; give --hostfile ")
       for words in (["--setup", "x.sh"], ["--ssh-port", "22"], ["--lost-after", "3"], ["--launcher-args=-x"],
                     ["--export", "FOO*"], ["--exclude", "a"])),

@@ -107,8 +107,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     masks: tuple[tuple[str, Tensor | None, Mode, int], ...] = (
         ("key_padding", key_padding, key_padding_mode, query.shape[0]), ("mask", mask, mask_mode, query.shape[2]))
     for name, tensor, mode, first in masks:
-        if mode or tensor is not None:  # wrappers pass None beside no mask
-            check_mode(name, mode)
+        check_mode(name, mode)
         if tensor is not None:
             term = mask_term(name, tensor, mode, (first, key.shape[2]), query.device)
             terms.append(term)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.attention.arguments import check_tensor, whole_number
-from shoal.attention.lru_cache import LRUCache
 from shoal.errors import UsageError
 
 __all__ = ["Blocks"]
 
 _CACHED = 64
-_cache: LRUCache[Blocks] = LRUCache(_CACHED)
+
 
 def _is_binary(layout: Tensor, visited: Tensor) -> bool:
     """Return whether all entries of `layout` are 0 or 1; `visited` are those that are not 0."""
@@ -82,9 +82,7 @@ class Blocks:
                              f"got values from {layout.min().item()} to {layout.max().item()}")
         if layout.shape[0] > 1 and bool((small == small[:1]).all()):
             small = small[:1]
-        small = small.contiguous()
-        key = (tuple(small.shape), block, small.numpy().tobytes())
-        return _cache.get(key, lambda: Blocks(small.clone(), block))  # the caller may write to a layout of bool afterwards
+        return _of_content(tuple(small.shape), block, small.numpy().tobytes())
 
     @staticmethod
     def dense(length: int, kv_length: int, block: int) -> Blocks:
@@ -166,6 +164,12 @@ class Blocks:
     def __repr__(self) -> str:
         return (f"Blocks({self.heads} heads, {self.length} x {self.kv_length}, block {self.block}, {self.visited} visited: "
                 f"{self.density:.1%})")
+
+
+@lru_cache(maxsize=_CACHED)
+def _of_content(shape: tuple[int, ...], block: int, content: bytes) -> Blocks:
+    """Return the blocks of a layout of bool, given its bytes: the caller may write to its tensor afterwards."""
+    return Blocks(torch.from_numpy(np.frombuffer(content, np.bool_).copy()).view(shape), block)
 
 
 @lru_cache(maxsize=_CACHED)

@@ -47,9 +47,12 @@ def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], dev
                          f"where they say what is seen give {name}.bool(), or mode 'mul'")
     if tensor.requires_grad and torch.is_grad_enabled():
         warn_once(f"attend: {name} requires a gradient, and gets none: give what is learned as bias")
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.bool):
-        # a number that fp32 rounds to 0 is none: what hides is decided in the dtype that was given
-        tensor = (tensor != 0).float().masked_fill_(tensor.isnan(), torch.nan) if multiplies else tensor.float()
+    if multiplies and not tensor.is_floating_point():
+        tensor = tensor != 0
+    elif multiplies and tensor.dtype == torch.float64:  # fp32 may round to 0, which hides, what is none
+        tensor = (tensor != 0).float().masked_fill_(tensor.isnan(), torch.nan)
+    elif tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = tensor.float()
     tensor = for_backward(tensor.detach().contiguous().resolve_neg())
     return Term(tensor=tensor[:, None, None] if name == "key_padding" else tensor[None, None], multiplies=multiplies)
 

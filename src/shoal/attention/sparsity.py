@@ -24,7 +24,6 @@ from torch import Tensor
 
 from shoal.attention.arguments import check_tensor, true_or_false
 from shoal.attention.blocks import Blocks
-from shoal.attention.lru_cache import LRUCache
 from shoal.errors import ConfigError, NotServed, UsageError
 
 __all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
@@ -228,13 +227,10 @@ class _Structure(SparsityConfig):
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False):
         super().__init__(num_heads, block, different_layout_per_head)
-        self._known: LRUCache[Blocks] = LRUCache(_KNOWN)
+        self._known: dict[Hashable, Blocks] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_known"}  # blocks are drawn again
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update({**state, "_known": LRUCache[Blocks](_KNOWN)})  # older pickles have a cache of another class
+        return {**vars(self), "_known": {}}  # blocks are drawn again where they are needed
 
     @abstractmethod
     def _visited(self, blocks: int) -> Tensor:
@@ -249,8 +245,13 @@ class _Structure(SparsityConfig):
         if type(self).make_layout is not _Structure.make_layout:
             return super().blocks(seq_len, causal=causal)
         values = (_identity(value) for name, value in sorted(vars(self).items()) if name[0] != "_")
-        return self._known.get((*values, seq_len, causal),
-                               lambda: Blocks.of(self._structure(seq_len, causal=causal), self.block))
+        key = (*values, seq_len, causal)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()  # in one operation: other threads may look up meanwhile
+            found = self._known[key] = Blocks.of(self._structure(seq_len, causal=causal), self.block)
+        return found
 
     def _structure(self, seq_len: int, *, causal: bool) -> Tensor:
         blocks = self._count(seq_len)

@@ -199,6 +199,7 @@ def read_variables(pairs: list[str]) -> dict[str, str]:
         if not name or not equals:
             raise UsageError(f"--env: got {pair!r}; write NAME=VALUE")
         if name in OF_RANKS:
-            raise UsageError(f"--env {pair}: each rank has its own {name}, which the launcher sets; drop it")
+            raise UsageError(f"--env {pair}: the launcher sets {name} for each rank; drop it, or choose the address by "
+                             f"--rendezvous HOST:PORT, on one host by --port PORT")
         variables[name] = value
     return variables
