@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -64,6 +66,18 @@ def test_a_rank_without_a_rendezvous_address_is_rejected(unlaunched):
 def test_a_missing_required_process_group_is_an_error(unlaunched):
     with pytest.raises(UsageError, match=r"dist_init_required is False, but torch.distributed is not initialised"):
         init_distributed(dist_init_required=False)
+
+
+def test_a_worker_that_imports_the_script_is_told_that_it_is_no_rank(unlaunched, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import torch, shoal\nshoal.init_distributed('gloo')\n"
+        "if __name__ == '__main__':\n"
+        "    numbers = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context='spawn')\n"
+        "    print([int(number) for number in numbers])\n")
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode
+    assert "the worker SpawnProcess-1 imports the script to begin, and is no rank; put what the script does under if" in done.stderr
 
 
 def test_a_timeout_that_is_not_a_number_is_rejected(unlaunched, monkeypatch):

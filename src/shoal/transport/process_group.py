@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -68,7 +69,8 @@ def init_distributed(
     variables of torchrun, Open MPI, PMI or Slurm (all but torchrun's only with `auto_mpi_discovery`), unless `init_method`
     is given with `rank` and `world_size`. `distributed_port` is the port of rank 0 where ranks on several hosts have no
     MASTER_PORT. `timeout` of collectives: 10 minutes, or DEEPSPEED_TIMEOUT (minutes). With `dist_init_required` false an
-    initialised process group must exist already. Raises `LaunchError` naming the variable that is missing or wrong.
+    initialised process group must exist already. Raises `LaunchError` naming the variable that is missing or wrong, and in
+    a worker process of multiprocessing that imports the script to begin: it is no rank.
     """
     if config is not None:
         warn_once("init_distributed: config has no effect here; shoal.initialize reads it")
@@ -77,6 +79,7 @@ def init_distributed(
         if dist_init_required is False:
             raise UsageError("dist_init_required is False, but torch.distributed is not initialised; "
                              "call torch.distributed.init_process_group first, or leave dist_init_required out")
+        _check_not_imported()
         backend = dist_backend or group_backends(accelerator())
         wait = timeout or timedelta(minutes=_minutes(os.environ))
         if init_method is not None or rank >= 0 or world_size >= 0:
@@ -299,6 +302,17 @@ def _check_devices(info: RankInfo, backend: str) -> None:
     if count > 1 and info.local_rank >= count:
         raise LaunchError(f"rank {info.rank} has no device of its own: it is local rank {info.local_rank}, and this host "
                           f"has {count}; start at most {count} ranks here, or pass dist_backend='gloo' to train on the CPU")
+
+
+def _check_not_imported() -> None:
+    """Raise `LaunchError` while a new worker process imports the script: it would wait for ranks in the place of its own.
+
+    multiprocessing marks such a process by the attribute that it reads before it starts one.
+    """
+    process = multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):
+        raise LaunchError(f"the worker {process.name} imports the script to begin, and is no rank; put what the script does "
+                          "under if __name__ == '__main__':, which workers that are spawned need")
 
 
 def _check_interfaces() -> None:
