@@ -1,66 +1,18 @@
-"""Checksums depend on every byte and its position; I/O threads record their requests."""
+"""I/O threads record their requests."""
 
 from __future__ import annotations
 
 import threading
-import zlib
 from pathlib import Path
-from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from shoal.native import build
-from shoal.native import checksum as checksums
-from shoal.native.checksum import checksum
 from shoal.tier.pages import PAGE
 from shoal.tier.swap import Swap
 from shoal.tier.trace import Event, Trace
 
 from .conftest import Gate
 from .test_disk_span import filled, resident
-
-# Checksums
-
-
-@given(st.binary(min_size=1, max_size=700), st.data())
-def test_a_changed_byte_changes_the_checksum(content: bytes, data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, len(content) - 1))
-    change = data.draw(st.integers(1, 255))
-    other = bytearray(content)
-    other[index] ^= change
-    assert checksum(memoryview(bytearray(content))) != checksum(memoryview(other))
-
-
-@pytest.mark.parametrize("step", [1, 8, 128, 4096])
-def test_swapped_bytes_change_the_checksum(step: int) -> None:
-    block = bytearray(Random(1).randbytes(4 * step))
-    other = bytearray(block)
-    other[:step], other[step:2 * step] = block[step:2 * step], block[:step]
-    assert checksum(memoryview(block)) != checksum(memoryview(other))
-
-
-def test_zeros_of_different_lengths_have_different_checksums() -> None:
-    assert len({checksum(memoryview(bytearray(size))) for size in (0, 1, 8, 127, 128, 129, 4096, 8192)}) == 8
-
-
-def test_without_native_code_the_checksum_is_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "load", dict[str, None]().get)
-    checksums._library.cache_clear()  # pyright: ignore[reportPrivateUsage]
-    try:
-        assert checksum(memoryview(bytearray(b"shoal"))) == zlib.crc32(b"shoal")
-    finally:
-        checksums._library.cache_clear()  # pyright: ignore[reportPrivateUsage]
-
-
-def test_native_code_is_used_where_it_can_be_built() -> None:
-    if build.load("checksum") is None:
-        pytest.skip("native code needs a C++ compiler")
-    assert checksum(memoryview(bytearray(b"shoal"))) != zlib.crc32(b"shoal")
-
-
-# Traces
 
 
 def test_every_request_is_recorded_while_a_trace_is_set(swap: Swap) -> None:

@@ -77,7 +77,7 @@ def test_a_worker_that_imports_the_script_is_told_that_it_is_no_rank(unlaunched,
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode
-    assert "the worker SpawnProcess-1 imports the script to begin, and is no rank; put what the script does under if" in done.stderr
+    assert "the worker SpawnProcess-1 imports the script to begin, and is no rank; put what the script does" in done.stderr
 
 
 def test_a_timeout_that_is_not_a_number_is_rejected(unlaunched, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from shoal.checkpoint import folder as folders
 from shoal.checkpoint.index import File, Index, Range, gaps
 from shoal.checkpoint.tensor_file import BLOCK, DTYPES
+from shoal.native.crc32 import crc32
 
 __all__ = ["Summary", "TensorLine", "VerifyReport", "inspect", "verify"]
 
@@ -91,7 +91,7 @@ def _load(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Index]
 def _check(path: Path, file: File, index: Index) -> Iterator[str]:
     """Read one whole file and yield a message for each damaged tensor range."""
     with path.open("rb", buffering=0) as data:
-        if zlib.crc32(_read(data.fileno(), file.header, 0)) != file.checksum:
+        if crc32(_read(data.fileno(), file.header, 0)) != file.checksum:
             yield f"{path} (rank {file.rank}): its header is damaged"
         for name, stored in index.tensors.items():
             for entry in stored.ranges:
@@ -102,7 +102,7 @@ def _check(path: Path, file: File, index: Index) -> Iterator[str]:
 def _intact(descriptor: int, entry: Range, width: int) -> bool:
     end = entry.at + entry.interval.elements * width
     starts = range(entry.at, end, BLOCK)
-    sums = [zlib.crc32(_read(descriptor, min(BLOCK, end - start), start)) for start in starts]
+    sums = [crc32(_read(descriptor, min(BLOCK, end - start), start)) for start in starts]
     return sums == list(entry.checksums)
 
 

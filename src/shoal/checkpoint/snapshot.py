@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import weakref
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from shoal.checkpoint.tensor_file import BLOCK, DTYPES, memory
 from shoal.checkpoint.values import decode
 from shoal.checkpoint.writer import PRIVATE, SHARED
 from shoal.errors import CheckpointError
+from shoal.native.crc32 import crc32
 
 __all__ = ["BlockRead", "IndexedSnapshot", "Snapshot", "read", "read_unpublished"]
 
@@ -277,7 +277,7 @@ class IndexedSnapshot(Snapshot):
 
     def _checked(self, read: BlockRead, data: Tensor) -> Tensor:
         """Return the bytes `data` of a block as elements. Raises CheckpointError if they are not those that were saved."""
-        if self._verify and zlib.crc32(memory(data)) != read.checksum:
+        if self._verify and crc32(memory(data)) != read.checksum:
             raise CheckpointError(self._damage(read, f"wrong checksum of bytes [{read.at}, {read.at + read.bytes})"))
         return data.view(read.dtype)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +15,8 @@ from typing import cast
 
 import torch
 from torch import Tensor
+
+from shoal.native.crc32 import crc32
 
 __all__ = ["BLOCK", "CODES", "DTYPES", "Entry", "blocks", "checksums", "header", "memory", "widest_first", "write_all"]
 
@@ -79,7 +80,7 @@ def blocks(data: memoryview) -> Iterator[memoryview]:
 
 def checksums(data: memoryview) -> list[int]:
     """Return the CRC-32 of each block."""
-    return [zlib.crc32(block) for block in blocks(data)]
+    return [crc32(block) for block in blocks(data)]
 
 
 def write_all(descriptor: int, data: memoryview | bytes) -> None:

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Literal
 
 from shoal.errors import TierError
-from shoal.native.checksum import checksum
+from shoal.native.crc32 import crc32
 from shoal.tier.extents import ALIGNMENT
 from shoal.tier.folder_check import free_bytes
 from shoal.tier.pages import Pages
@@ -168,13 +168,13 @@ class Job:
         if count < len(view):
             raise self.failure(file, offset + count, "unexpected end of file: it was truncated. No other "
                                "process may touch the folder during training")
-        if file.checksums and checksum(view) != self._checksums[index]:
+        if file.checksums and crc32(view) != self._checksums[index]:
             raise self.failure(file, offset, f"checksum mismatch in {len(view):,} bytes: the file was changed on "
                                f"disk. No other process may touch the folder; check the disk")
 
     def _write(self, index: int, view: memoryview, offset: int, file: SwapFile) -> None:
         if file.checksums:
-            self._checksums[index] = checksum(view)
+            self._checksums[index] = crc32(view)
         try:
             count = _transfer(os.pwritev, file, view, offset)
             if not file.direct:  # the bytes are in memory already: free the page cache
@@ -271,7 +271,7 @@ class IoThreads:
 
     def _start(self) -> None:
         if self._file.checksums:
-            checksum(memoryview(bytearray()))  # build native code here, not in all threads at once
+            crc32(b"")  # build native code here, not in all threads at once
         lanes: tuple[Lane, Lane] = ("read", "write")
         for number in range(self._count):
             order = lanes if number % 2 == 0 else lanes[::-1]
