@@ -3,8 +3,8 @@
 // A message is a polynomial over GF(2) whose first bit has the highest power; its CRC is the message times x^32, modulo P.
 // Sixteen bytes S may be replaced by any S' that equals S modulo P. So the first 16 bytes of a message, times x^D modulo P,
 // are added to the 16 bytes that stand D bits later, until 16 bytes are left ("folding": V. Gopal et al., "Fast CRC
-// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). Four of them are folded at once, because a
-// product takes longer than the processor waits before it begins the next. The rest goes through a table of bytes.
+// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). Four lanes of 16 bytes are folded side by
+// side, since the processor begins a product before the one before it has ended. The rest goes through a table of bytes.
 //
 // Bits are reflected, as in zlib: bit i of a word of n bits has the power n-1-i. The product of two such words of 64 bits,
 // read as one of 128, is therefore theirs times x, and the constants hold one power less.
