@@ -74,12 +74,12 @@ def init_distributed(
     """
     if config is not None:
         warn_once("init_distributed: config has no effect here; shoal.initialize reads it")
+    _check_not_imported()  # first: its page would take the place of the rank's
     _attach_page()
     if not dist.is_initialized():
         if dist_init_required is False:
             raise UsageError("dist_init_required is False, but torch.distributed is not initialised; "
                              "call torch.distributed.init_process_group first, or leave dist_init_required out")
-        _check_not_imported()
         backend = dist_backend or group_backends(accelerator())
         wait = timeout or timedelta(minutes=_minutes(os.environ))
         if init_method is not None or rank >= 0 or world_size >= 0:
