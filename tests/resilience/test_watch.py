@@ -20,7 +20,7 @@ from torch import nn
 
 import shoal
 from shoal.launch.printing import are_full
-from shoal.recording.page import PAGES, RankPage, TrainingPhase, phase_of, read
+from shoal.recording.page import KEPT, PAGES, RankPage, TrainingPhase, phase_of, read
 from shoal.recording.page import page as this_page
 from shoal.resilience import watch
 from shoal.resilience.processes import process
@@ -163,13 +163,13 @@ def test_a_deadline_that_ended_a_rank_doubles(pair, tmp_path: Path) -> None:
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0)
     reading = watched.reading(0)
     assert reading is not None
-    before = watched.deadline(reading)
+    before = watched.deadline(0, reading)
     for _ in range(2):  # a second shows that the process is idle, and another that none of those it started works
         assert not watched.poll({0: processes[0].pid})
         time.sleep(1.1)
     (suspicion,) = watched.poll({0: processes[0].pid})
     watched.double(suspicion)
-    assert watched.deadline(reading) == 2 * before == 0.4
+    assert watched.deadline(0, reading) == 2 * before == 0.4
     assert "hung in step after 7 steps" in str(suspicion)
 
 
@@ -189,7 +189,7 @@ def test_a_doubled_deadline_is_single_again_unless_the_call_is_slow(slow: bool, 
         monkeypatch.setattr(watch.time, "monotonic", clock)
         reading = watched.reading(0)
         assert reading is not None
-        return watched.deadline(reading)
+        return watched.deadline(0, reading)
 
     single = deadline_after(7, 0)
     reading = watched.reading(0)
@@ -204,11 +204,11 @@ def test_a_first_call_has_a_deadline_of_its_own(pair, tmp_path: Path) -> None:
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, calls=1)
     reading = watched.reading(0)
     assert reading is not None
-    assert watched.deadline(reading) == watch.UNKNOWN
+    assert watched.deadline(0, reading) == watch.UNKNOWN
     assert verdicts(watched, processes[:1], 1.5) == {}
     enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0, calls=2)
     watched.poll({0: processes[0].pid})
-    assert watched.deadline(reading) == watch.FIRST_LEAST
+    assert watched.deadline(0, reading) == watch.FIRST_LEAST
 
 
 @pytest.mark.parametrize("phase", list(TrainingPhase)[TrainingPhase.FORWARD:TrainingPhase.END])
@@ -219,9 +219,33 @@ def test_a_late_call_of_a_phase_follows_from_its_median(phase: TrainingPhase, pa
     assert reading is not None
     trains = phase in (TrainingPhase.FORWARD, TrainingPhase.BACKWARD, TrainingPhase.STEP)
     slow = dataclasses.replace(reading, past={phase: [2.0, 3.0, 40.0]})
-    assert watched.deadline(slow) == (15.0 if trains else 30.0)
+    assert watched.deadline(0, slow) == (15.0 if trains else 30.0)
     quick = dataclasses.replace(reading, past={phase: [0.001]})
-    assert watched.deadline(quick) == watch.LEAST
+    assert watched.deadline(0, quick) == watch.LEAST
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_of_earlier_attempts_count_for_as_many_ranks(ranks: int, pair, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, processes = pair
+    watched.begin_attempt(2)
+    enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0)
+    reading = watched.reading(0)
+    assert reading is not None
+
+    def begin_attempt_after(*past: float) -> None:
+        """Begin an attempt of `ranks` after one in which rank 0 had calls of `past` seconds."""
+        enter(str(tmp_path), 0, processes[0].pid, TrainingPhase.STEP, waits=0)
+        monkeypatch.setattr(watch, "read", lambda _: dataclasses.replace(reading, past={TrainingPhase.STEP: list(past)}))
+        watched.begin_attempt(ranks)
+
+    slow = dataclasses.replace(reading, past={TrainingPhase.STEP: [20.0]})
+    begin_attempt_after(2.0, 2.0, 2.0)
+    assert watched.deadline(0, slow) == (10.0 if ranks == 2 else 100.0)
+    assert watched.deadline(1, slow) == 100.0  # another rank
+    begin_attempt_after(20.0)
+    assert watched.deadline(0, slow) == (10.0 if ranks == 2 else 100.0)
+    assert watched.deadline(0, dataclasses.replace(reading, past={TrainingPhase.STEP: [20.0] * KEPT})) == 100.0
 
 
 def test_a_busy_process_has_longer(pair, tmp_path: Path) -> None:

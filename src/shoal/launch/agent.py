@@ -290,7 +290,7 @@ class Agent(LocalElasticAgent):
             self, worker_group: WorkerGroup) -> dict[int, int]:
         self._starts += 1
         self.files.begin_attempt((self._starts if self._cluster is None else self._cluster.attempt) - 1)
-        self._reaction.begin_attempt()
+        self._reaction.begin_attempt(worker_group.workers[0].world_size)
         self._end_heartbeats()
         close_own_ends(self._pcontext)
         nodes = cast(int, worker_group.group_world_size)

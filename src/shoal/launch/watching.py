@@ -50,9 +50,9 @@ class Reaction:
         self._looked = 0.0
         self._reported: set[tuple[int, int]] = set()
 
-    def begin_attempt(self) -> None:
-        """Forget the processes of the last attempt."""
-        self._watch.begin_attempt()
+    def begin_attempt(self, ranks: int) -> None:
+        """Forget the processes of the last attempt; the job has `ranks` now."""
+        self._watch.begin_attempt(ranks)
         self._reported.clear()
 
     def trained(self, local_ranks: int) -> bool:

@@ -19,11 +19,13 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["PAGES", "RankPage", "Reading", "TrainingPhase", "page", "phase_of", "read"]
+__all__ = ["KEPT", "PAGES", "RankPage", "Reading", "TrainingPhase", "page", "phase_of", "read"]
 
 PAGES = "SHOAL_PAGES"
 """The environment variable that names the folder of a node's pages; the page of local rank R is the file `rankR`."""
 
+KEPT = 16
+"""Durations that are kept of each phase."""
 _SIZE = 8192
 _MAGIC = b"SHOALPG1"
 _HEAD = struct.Struct("<8sI4xQQdBB")
@@ -32,8 +34,6 @@ _WAIT = struct.Struct("<I4xd120s")
 """Waits under way, since, and the name of the latest."""
 _DURATION = struct.Struct("<f")
 _COUNT = struct.Struct("<I")
-_KEPT = 16
-"""Durations that are kept of each phase."""
 _TRAIL, _NAME = 16, 120
 _AT_WAIT, _AT_PAST, _AT_TRAIL = 64, 256, 2048
 
@@ -127,8 +127,8 @@ class RankPage:
         before = self._phase
         if before in self._seen:
             count = self._counts[before]
-            at = _AT_PAST + before * (4 + 4 * _KEPT)
-            _DURATION.pack_into(self._memory, at + 4 + 4 * (count % _KEPT), now - self._since)
+            at = _AT_PAST + before * (4 + 4 * KEPT)
+            _DURATION.pack_into(self._memory, at + 4 + 4 * (count % KEPT), now - self._since)
             _COUNT.pack_into(self._memory, at, count + 1)
             self._counts[before] = count + 1
         self._seen.add(before)
@@ -192,10 +192,10 @@ def read(path: str) -> Reading | None:
     waits, waits_since, name = _WAIT.unpack_from(memory, _AT_WAIT)
     past: dict[TrainingPhase, list[float]] = {}
     for each in TrainingPhase:
-        at = _AT_PAST + each * (4 + 4 * _KEPT)
+        at = _AT_PAST + each * (4 + 4 * KEPT)
         (count,) = _COUNT.unpack_from(memory, at)
         if count:
-            past[each] = [_DURATION.unpack_from(memory, at + 4 + 4 * n)[0] for n in range(min(count, _KEPT))]
+            past[each] = [_DURATION.unpack_from(memory, at + 4 + 4 * n)[0] for n in range(min(count, KEPT))]
     names = [memory[at:at + _NAME].rstrip(b"\0").decode(errors="replace")
              for at in range(_AT_TRAIL, _AT_TRAIL + _TRAIL * _NAME, _NAME)]
     return Reading(pid=pid, calls=calls, steps=steps, since=since, phase=TrainingPhase(phase), first=bool(first),

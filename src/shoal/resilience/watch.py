@@ -1,8 +1,9 @@
 """The agent watches its ranks: it reads their pages and /proc, and finds those that are stopped or hung.
 
 A call is late after 5 times the median of its phase where it trains, 10 times where it evaluates, saves, loads, reads data
-or runs the script's own code, and at least 5 s. The first call of a phase may compile: it is late after 10 times the longest
-first call of an earlier attempt, and at least a minute; if there was none, after `UNKNOWN`.
+or runs the script's own code, and at least 5 s. Calls of earlier attempts of as many ranks count for the median: the first
+steps of an attempt are slow, and a hang among them should be noticed as soon. The first call of a phase may compile: it is
+late after 10 times the longest first call of an earlier attempt, and at least a minute; if there was none, after `UNKNOWN`.
 
     stopped    the kernel has suspended the process (state T in /proc), by SIGSTOP or a terminal
     hung       a call is late, the rank is in no collective of Shoal, and no such rank of this node uses a processor, nor
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
-from shoal.recording.page import Reading, TrainingPhase, read
+from shoal.recording.page import KEPT, Reading, TrainingPhase, read
 from shoal.resilience.processes import Process, descendants, process
 
 __all__ = ["StallKind", "Suspicion", "Watch"]
@@ -105,14 +106,19 @@ class Watch:
         """`folder` holds the pages; `whole_job` says that no other node has ranks, so that a wait for all is a hang."""
         self.folder = folder
         self._whole_job = whole_job
+        self._ranks = 0
         self._firsts: dict[TrainingPhase, float] = {}
+        self._earlier: dict[int, dict[TrainingPhase, list[float]]] = {}
+        """Seconds of the last calls of earlier attempts, by local rank."""
         self._grace: defaultdict[TrainingPhase, float] = defaultdict(lambda: 1.0)
         self._ended_at: dict[TrainingPhase, int] = {}
         """The steps that any rank had taken when one was last ended in a phase; none where a later call was slow."""
-        self.begin_attempt()
+        self.begin_attempt(0)
 
-    def begin_attempt(self) -> None:
-        """Forget the processes of the last attempt."""
+    def begin_attempt(self, ranks: int) -> None:
+        """Forget the processes of the last attempt, and what its calls took unless the job has as many ranks again."""
+        self._earlier = self._durations() if ranks == self._ranks else {}
+        self._ranks = ranks
         for name in os.listdir(self.folder):
             if name.startswith("rank"):
                 os.unlink(os.path.join(self.folder, name))
@@ -123,6 +129,20 @@ class Watch:
         self._calls: dict[int, tuple[int, TrainingPhase, bool, float]] = {}
         self._steps = 0
         self._ended = set[int]()
+
+    def _durations(self) -> dict[int, dict[TrainingPhase, list[float]]]:
+        """Return what the last calls took, of this attempt and the earlier ones."""
+        found = dict(self._earlier)
+        for name in os.listdir(self.folder):
+            if name.startswith("rank") and (reading := read(os.path.join(self.folder, name))) is not None:
+                local_rank = int(name.removeprefix("rank"))
+                found[local_rank] = {phase: self._past(local_rank, reading, phase) for phase in TrainingPhase}
+        return found
+
+    def _past(self, local_rank: int, reading: Reading, phase: TrainingPhase) -> list[float]:
+        """Return the seconds of the last calls of a phase."""
+        past = reading.past.get(phase, [])
+        return past + self._earlier.get(local_rank, {}).get(phase, [])[:KEPT - len(past)]
 
     def reading(self, local_rank: int) -> Reading | None:
         """Return the page of a rank."""
@@ -174,13 +194,14 @@ class Watch:
             self._grace[suspicion.reading.phase] *= 2
             self._ended_at[suspicion.reading.phase] = self._steps
 
-    def deadline(self, reading: Reading) -> float:
+    def deadline(self, local_rank: int, reading: Reading) -> float:
         """Return the seconds after which the present call of a rank is late."""
         phase = reading.phase
         if reading.first:
             seconds = max(FIRST_LEAST, FACTOR * self._firsts[phase]) if phase in self._firsts else UNKNOWN
         elif phase in reading.past:
-            seconds = max(LEAST, (TRAINING_FACTOR if phase in TRAINING else FACTOR) * median(reading.past[phase]))
+            middle = median(self._past(local_rank, reading, phase))
+            seconds = max(LEAST, (TRAINING_FACTOR if phase in TRAINING else FACTOR) * middle)
         else:  # the second of its kind
             seconds = max(FIRST_LEAST, FACTOR * self._firsts.get(phase, 0.0))
         return seconds * self._grace[phase]
@@ -188,7 +209,7 @@ class Watch:
     def _late(self, local_rank: int, pid: int, reading: Reading | None, now: float) -> Suspicion | None:
         if reading is None or reading.phase is TrainingPhase.END:  # what is no training has no deadline
             return None
-        seconds, deadline = now - max(reading.since, self._resumed), self.deadline(reading)
+        seconds, deadline = now - max(reading.since, self._resumed), self.deadline(local_rank, reading)
         if seconds > deadline / self._grace[reading.phase]:
             self._ended_at.pop(reading.phase, None)  # it is slow, unless it hangs too
         if seconds <= deadline:
