@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE = {"keep_alive_interval": 1, "keep_alive_max_attempt": 6}
 """A node is lost when its agent has sent no heartbeat for so many seconds, times so many. Agents compare the time of
 a heartbeat with their own clocks, so the clocks of nodes must not differ by more."""
-LAST_CALL = 4
+LAST_CALL = 3
 """Seconds to wait for more nodes once the least number has joined. A node that joins later restarts the rendezvous."""
 JOIN = 600
 """Seconds to wait for the least number of nodes."""
