@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shoal.attention import (
     BigBirdSparsityConfig,
@@ -174,6 +175,47 @@ def test_the_bytes_sent_are_those_of_the_formula(ranks: int) -> None:
                 heads = heads_plan(case.heads, case.kv_heads, rank, ranks)
                 sent = heads.sent_bytes(BATCH, LENGTH // ranks, DIM, case.value_dim, size)
             assert results[number][-1].tolist() == [sent.forward, sent.backward], (case, rank)
+
+
+def through_checkpoints(heads: int, reentrant: bool) -> Tensor:
+    """Return the gradient of a whole input of projections and attention, computed again in backward."""
+    axis = SequenceAxis(dist.group.WORLD)
+    torch.manual_seed(5)
+    projection = torch.nn.Linear(heads * DIM, 3 * heads * DIM)
+
+    def block(rows: Tensor) -> Tensor:
+        parts = projection(rows).chunk(3, -1)
+        return attend_sequence(*(part.unflatten(-1, (heads, DIM)).transpose(1, 2) for part in parts), axis, causal=True)
+
+    whole = torch.randn(BATCH, LENGTH, heads * DIM)
+    rows = whole[:, axis.part(LENGTH)].clone().requires_grad_()
+    checkpoint(block, rows, use_reentrant=reentrant).square().sum().backward()
+    assert rows.grad is not None
+    return rows.grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ranks_without_heads_take_part_in_the_recomputation(reentrant: bool) -> None:
+    by_rank = run_ranks(3, through_checkpoints, 1, reentrant)
+    alone, = run_ranks(1, through_checkpoints, 1, reentrant)
+    torch.testing.assert_close(torch.cat(by_rank, 1), alone, rtol=1e-5, atol=1e-5)
+
+
+def gradient_of_the_bias_alone(heads: int) -> Tensor:
+    axis = SequenceAxis(dist.group.WORLD)
+    case = Case("dense", heads, heads, masked=True)
+    query, key, value, gradient = (each[:, :, axis.part(LENGTH)] for each in case.operands())
+    bias = case.bias()
+    assert bias is not None
+    attend_sequence(query, key, value, axis, bias=bias).backward(gradient)
+    assert bias.grad is not None
+    return bias.grad
+
+
+def test_a_bias_learns_alone_also_on_ranks_without_heads() -> None:
+    by_rank = run_ranks(3, gradient_of_the_bias_alone, 2)
+    alone, = run_ranks(1, gradient_of_the_bias_alone, 2)
+    torch.testing.assert_close(torch.stack(by_rank).sum(0), alone, rtol=1e-5, atol=1e-5)
 
 
 def errors(calls: dict[str, Callable[..., object]]) -> dict[str, str]:

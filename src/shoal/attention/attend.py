@@ -207,7 +207,7 @@ def _kernel_call(call: AttentionCall) -> native.KernelCall:
     return native.KernelCall(
         starts=blocks.starts, columns=blocks.columns, row_places=blocks.row_places, column_places=blocks.column_places,
         first_head=call.first_head, layout_heads=blocks.heads, block=blocks.block, hidden=call.hidden,
-        terms=[(term.tensor, term.multiplies) for term in call.terms],
+        terms=[(_in_rows(term.tensor), term.multiplies) for term in call.terms],
         causal=call.causal, scale=call.scale, kept=call.kept, threshold=call.threshold, seed=call.seed)
 
 
@@ -215,8 +215,12 @@ def _widen(tensor: Tensor) -> Tensor:
     """Return `tensor` in fp32, with its signs in memory (not as a lazily negated view), and a head dim of the kernel."""
     missing = -tensor.shape[-1] % native.UNIT
     wide = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-    wide = wide.float().resolve_neg()
-    return wide if wide.stride(-1) == 1 else wide.contiguous()
+    return _in_rows(wide.float().resolve_neg())
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` with elements of a row beside each other: hooks on saved tensors may give back other strides."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _native_forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +234,7 @@ def _native_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
     wide = _widen(query)
     like = _widen(output)
     keys, values = (_widen(each).contiguous() for each in (key, value))
-    gradients = native.backward(_kernel_call(call), wide, keys, values, like, sums, _widen(gradient),
+    gradients = native.backward(_kernel_call(call), wide, keys, values, like, sums.contiguous(), _widen(gradient),
                                 score_gradient=score_gradient)
     dim = query.shape[-1]
     return gradients[0][..., :dim], gradients[1][..., :dim], gradients[2][..., :dim]

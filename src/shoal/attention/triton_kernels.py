@@ -54,6 +54,7 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
              gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value in fp32; `score_gradient` is as in `shoal.native.attention`."""
     query, key, value, gradient = (_unit_stride(each) for each in (query, key, value, gradient))
+    sums = sums.contiguous()  # hooks on saved tensors may give back other strides
     inner = (output.float() * gradient.float()).sum(-1).contiguous()
     to_query, to_key, to_value = (torch.empty(each.shape, dtype=torch.float32, device=query.device)
                                  for each in (query, key, value))
@@ -113,7 +114,8 @@ def _masks(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[Any, ...]:
     """Return hidden blocks, the keys of dropout and three terms, then their strides and the sizes; an absent one is any."""
     hidden = call.hidden
     keys = call.row_keys(query.shape[0], query.device).to(torch.int32) if call.threshold else query
-    terms = [term.tensor.view(torch.uint8) if term.tensor.dtype == torch.bool else term.tensor for term in call.terms]
+    terms = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+             for tensor in (_unit_stride(term.tensor) for term in call.terms)]
     absent = [query] * (3 - len(terms))
     strides = [0, 0] if hidden is None else _broadcast_strides(hidden, 2)
     for term in terms:

@@ -111,7 +111,8 @@ def attend_sequence(query: Tensor, key: Tensor, value: Tensor, axis: SequenceAxi
                     causal=causal, key_padding=key_padding, key_padding_mode=key_padding_mode, mask=mask,
                     mask_mode=mask_mode, bias=bias, dropout=dropout, seed=seed, first_head=first_head + own.start,
                     backend=backend)
-    return exchange_heads(whole, query, key, value, axis, layout="dense" if blocks is None else blocks.digest)
+    return exchange_heads(whole, query, key, value, axis, reads=() if bias is None else (bias,),
+                          layout="dense" if blocks is None else blocks.digest)
 
 
 def _attend_whole(query: Tensor, key: Tensor, value: Tensor, *, blocks: Blocks | None, scale: float, causal: bool,

@@ -17,7 +17,7 @@ the dims of a key and a value:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -85,11 +85,12 @@ def _moves(of_rank: tuple[range, ...], heads: int, rank: int, ranks: int) -> Mov
 
 
 def exchange_heads(attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor,
-                   axis: SequenceAxis, *, layout: str | None = None) -> Tensor:
+                   axis: SequenceAxis, *, reads: Sequence[Tensor] = (), layout: str | None = None) -> Tensor:
     """Return this rank's rows (batch, heads, n, dim of values) of an attention of whole sequences.
 
     `query` (batch, heads, n, dim), `key` and `value` (batch, kv_heads, n, dims) are this rank's rows. `attention` is given
-    whole sequences of this rank's heads, as many of keys as divide those of queries, and is not called without heads. Where
+    whole sequences of this rank's heads, as many of keys as divide those of queries, and is not called without heads.
+    `reads` are the other tensors with a gradient that it reads: a rank without heads gives them a gradient of zeros. Where
     `layout` names the layout of `attention`, ranks with another one than each other raise RanksDisagree.
     """
     plan = heads_plan(query.shape[1], key.shape[1], axis.rank, axis.ranks)
@@ -97,14 +98,14 @@ def exchange_heads(attention: Callable[[Tensor, Tensor, Tensor], Tensor], query:
              f"{query.dtype}{'' if layout is None else f', layout {layout}'}".replace("torch.", ""))
     queries, keys, values = cast("tuple[Tensor, ...]", _ToHeads.apply(axis, plan, facts, query, key, value))
     if plan.own:
-        reads = plan.key_of_each_query(query.shape[1] // key.shape[1])
-        group, left = divmod(len(reads), keys.shape[1])
-        if left or reads != [head // group for head in range(len(reads))]:  # a group is cut: each query has its own copy
-            index = _index(key.device, tuple(reads))
+        of_query = plan.key_of_each_query(query.shape[1] // key.shape[1])
+        group, left = divmod(len(of_query), keys.shape[1])
+        if left or of_query != [head // group for head in range(len(of_query))]:  # a group is cut: each query has a copy
+            index = _index(key.device, tuple(of_query))
             keys, values = keys.index_select(1, index), values.index_select(1, index)
         output = attention(queries, keys, values)
     else:
-        output = queries[..., :1].expand(*queries.shape[:3], value.shape[3])
+        output = cast(Tensor, _WithoutHeads.apply(queries, keys, values, *reads))
     return cast(Tensor, _ToRows.apply(axis, plan, facts, output))
 
 
@@ -151,6 +152,26 @@ class _ToRows(torch.autograd.Function):
         units = gradient.reshape(*gradient.shape[:2], -1)
         result, = exchange(ctx.axis, ctx.facts, [Operand(units, ctx.plan.to_queries)], kind=EXCHANGE)
         return None, None, None, result.view(ctx.shape)
+
+
+class _WithoutHeads(torch.autograd.Function):
+    """The attention of a rank without heads: in autograd's graph it is as that of other ranks, with gradients of zeros.
+
+    It saves a tensor, as every attention does. Under activation checkpointing, reading what was saved is what starts the
+    recomputation, and that has the messages in which all ranks take part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, *reads: Tensor) -> Tensor:
+        ctx.save_for_backward(queries)
+        ctx.like = [(each.shape, each.dtype, each.device) for each in (queries, keys, values, *reads)]
+        return queries.new_empty(*queries.shape[:3], values.shape[3])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        _ = ctx.saved_tensors
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def _tables(plan: HeadPlan) -> tuple[Moves, Moves, Moves]:

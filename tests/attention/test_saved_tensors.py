@@ -1,0 +1,38 @@
+"""Hooks on saved tensors may give back the values in a tensor with other strides: the gradients stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.attention import BigBirdSparsityConfig, attend
+
+LENGTH = 128
+
+
+def restrided(tensor: Tensor) -> Tensor:
+    """Return equal values whose last two dims have each other's order in memory."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 2 else tensor
+
+
+@pytest.mark.parametrize("backend", ["native", "gather", "reference"])
+def test_saved_tensors_may_come_back_with_other_strides(backend: Any) -> None:
+    torch.manual_seed(0)
+    blocks = BigBirdSparsityConfig(4, 16).blocks(LENGTH)
+    leaves = [torch.randn(2, 4, LENGTH, 16, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(4, LENGTH, LENGTH, requires_grad=True)
+    padding = torch.rand(2, LENGTH) > 0.2
+
+    def gradients() -> tuple[Tensor, ...]:
+        output = attend(*leaves, blocks, bias=bias, key_padding=padding, dropout=0.1, seed=3, backend=backend)
+        return torch.autograd.grad(output.square().sum(), (*leaves, bias))
+
+    expected = gradients()
+    with saved_tensors_hooks(lambda tensor: tensor, restrided):
+        computed = gradients()
+    for got, wanted in zip(computed, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
