@@ -95,6 +95,7 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_it_starts_again(slurm, tmp_p
     (["--ranks", "0", "x.py"], "--ranks: got 0; choose 1 or more"),
     (["--ranks", "1", "--name", "a\nb", "x.py"], "--name: got 'a\\nb'; a directive is one line"),
     (["--ranks", "1", "--run-args", "'", __file__], "--run-args: got \"'\": No closing quotation; quote its words"),
+    (["--ranks", "1", "--output", __file__, __file__], f"--output {__file__}: is SCRIPT itself, which it would overwrite"),
     (["--ranks", "1", "--output", "/no/such", __file__], "--output /no/such: cannot be written: No such file or directory"),
     (["--ranks", "1", "--resume-args", "'", __file__], "--resume-args: got \"'\": No closing quotation; quote its words"),
     (["--ranks", "1", "no-such.py"], "no script 'no-such.py' in "),

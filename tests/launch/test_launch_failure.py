@@ -2,8 +2,10 @@
 
 import signal
 
+import pytest
+
 from shoal.launch import rank
-from shoal.launch.failure import Failure, describe, first, signal_name, status_code
+from shoal.launch.failure import Failure, describe, first, is_written, read, reports, signal_name, status_code
 
 
 def failed(rank, time=1.0, status=1, **more):
@@ -53,6 +55,32 @@ def test_an_error_without_room_for_its_file_goes_to_stderr(tmp_path, capsys):
     rank.record(str(tmp_path / "error"), ValueError("herring"), "Traceback\nValueError: herring\n")
     told = f"shoal run: this error cannot be written in {tmp_path}, where the launcher would read it: No space left on "
     assert capsys.readouterr().err.startswith(f"Traceback\nValueError: herring\n{told}")
+
+
+@pytest.mark.parametrize("text", ["", '{"message": {"mess', "[1]", "7", '"herring"', '{"message": "herring"}', "{}", "\x00",
+                                  '{"message": {"message": 1, "extraInfo": {"py_callstack": ""}}}',
+                                  '{"message": {"message": "", "extraInfo": {"py_callstack": ""}}, "kinds": [1]}'])
+def test_an_error_file_that_is_half_written_or_foreign_leaves_the_exit(tmp_path, text):
+    path = tmp_path / "error"
+    path.write_text(text)
+    assert not is_written(str(path))
+    found = read(str(path), rank=1, local_rank=1, pid=7, status=3, time=5.0, stopped=False)
+    assert (found.headline, found.time) == ("exit code 3", 5.0)
+
+
+def test_an_error_file_in_the_format_of_torch_is_read(tmp_path):
+    path = tmp_path / "error"
+    path.write_text('{"message": {"message": "herring", "extraInfo": {"py_callstack": "at sea", "timestamp": "1"}}}')
+    assert is_written(str(path))
+    found = read(str(path), rank=1, local_rank=1, pid=7, status=3, time=5.0, stopped=False)
+    assert (found.headline, found.text, found.kinds, found.time) == ("herring", "at sea", (), 5.0)
+
+
+def test_reports_are_the_files_that_launches_write(tmp_path):
+    ours = {"failure.txt", "failure.node0.txt", "failure.node12.txt", "failure.my-host.x-123-0f1e2d3c.txt"}
+    for name in (*ours, "failures.txt", "failure.notes.txt", "failure.node.txt", "failure.a-b-c.txt"):
+        (tmp_path / name).touch()
+    assert {path.name for path in reports(tmp_path)} == ours
 
 
 def test_sigkill_comes_with_its_most_likely_reason():

@@ -163,6 +163,19 @@ def test_the_exit_code_of_a_rank_becomes_the_exit_code_of_the_run(run, script):
     assert "rank 0 of 1 failed: sys.exit(7)" in err
 
 
+def test_an_exit_code_whose_8_bits_are_zero_is_success(run, script):
+    launch = run("--ranks", "2", script("import os, sys; sys.exit(256 * (os.environ['RANK'] == '0'))"))
+    assert launch.end() == (0, "", "")
+
+
+def test_a_program_without_an_interpreter_line_says_so(run, tmp_path):
+    (tmp_path / "program").write_text("echo herring")
+    (tmp_path / "program").chmod(0o755)
+    code, _, err = run("--ranks", "1", "--no-python", str(tmp_path / "program")).end()
+    assert code == 126
+    assert f"{str(tmp_path / 'program')!r} cannot be executed: Exec format error; a script begins with #!, such as" in err
+
+
 def test_ranks_that_keep_groups_until_exit_succeed(run, script):
     path = script(HOLDER)
     assert [run("--ranks", "2", path).end()[0] for _ in range(3)] == [0] * 3
@@ -293,6 +306,26 @@ def test_log_dir_writes_a_file_per_rank_beside_the_live_output(run, script, tmp_
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[rank 0] I am 0", "[rank 1] I am 1"]
     assert [(tmp_path / "logs" / f"rank{rank}.out").read_text() for rank in range(2)] == ["I am 0\n", "I am 1\n"]
+
+
+def test_a_second_job_leaves_the_logs_of_the_first_as_they_are(run, script, tmp_path):
+    where = ("--ranks", "1", "--log-dir", str(tmp_path / "logs"))
+    first = run(*where, script(f"""
+import os, time
+print("first", flush=True)
+while not os.path.exists({str(tmp_path / "end")!r}):
+    time.sleep(0.05)
+print("its end")
+"""))
+    first.read(1)
+    (tmp_path / "second.py").write_text("print('second')")
+    code, out, err = run(*where, str(tmp_path / "second.py")).end()
+    (tmp_path / "end").touch()
+    assert (code, out) == (0, "[rank 0] second\n")
+    told = "rank0.out cannot be written: another job writes it; give each job its own --log-dir"
+    assert err.count(told) == 1
+    assert first.end()[0] == 0
+    assert (tmp_path / "logs" / "rank0.out").read_text() == "first\nits end\n"
 
 
 @pytest.mark.parametrize("where", [("--ranks", "1"), ("--hosts", "localhost:0")], ids=["here", "hosts"])

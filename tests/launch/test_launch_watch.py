@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.orphans import MARK, memory_folder
+from shoal.launch.rank import SPARE
 from shoal.launch.watching import current_first
 from shoal.recording.page import PAGES
 
@@ -40,6 +41,13 @@ HANG = "if rank == 1 and attempt == 0 and engine.global_steps == 8: hung = time.
 
 def pids(lines: list[str]) -> dict[int, int]:
     return {int(words[3]): int(words[4]) for words in map(str.split, lines) if words[:2] == ["step", "6"]}
+
+
+def is_spare(pid: int) -> bool:
+    try:
+        return f"{SPARE}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
 
 
 def test_the_stack_of_the_current_thread_comes_first():
@@ -83,6 +91,22 @@ def test_a_stopped_rank_is_killed_and_spares_take_over(run, script):
     assert len(after) == 2
     assert not after.keys() & set(before)
     assert len(set(after.values())) == 2, "random numbers that a script has not seeded are of each rank"
+    launch.wait_until_gone()
+
+
+def test_a_spare_that_was_stopped_delays_no_restart(run, script):
+    launch = run("--ranks", "2", "--max-restarts", "1", script(TRAIN.replace("FAULT", "pass")))
+    ranks = pids(launch.read(4))
+    deadline = time.monotonic() + 60
+    while not (spares := [pid for pid in launch.family() if pid not in ranks and is_spare(pid)]):
+        assert time.monotonic() < deadline, launch.family()
+        time.sleep(0.1)
+    os.kill(spares[0], signal.SIGSTOP)
+    os.kill(ranks[1], signal.SIGKILL)
+    code, _, err = launch.end()
+    assert code == 0, err
+    told = f"does not serve: process {spares[0]} is stopped (state T, as by SIGSTOP). Ranks start without it"
+    assert err.count(told) == 1
     launch.wait_until_gone()
 
 

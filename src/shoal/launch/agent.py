@@ -197,7 +197,7 @@ class Agent(LocalElasticAgent):
         """The nodes whose ranks have ended while this one waited for them, itself included."""
         self._ended_for: set[int | str] = set()
         """The lost nodes for which ranks of this attempt were ended, or that were reported."""
-        self._spare = Spare(python) if plan.spares and plan.kind != "program" and serves_here() else None
+        self._spare = Spare(python, console.status) if plan.spares and plan.kind != "program" and serves_here() else None
 
     def run_ranks(self) -> int:
         """Run the ranks to completion and return 0, or the exit code of the rank that failed first."""
@@ -407,7 +407,7 @@ class Agent(LocalElasticAgent):
         files = {worker.id: self.files.last.error_files[worker.local_rank] for worker in self._worker_group.workers
                  if isinstance(worker.id, int)}
         return {pid: failure.read(path, rank=0, local_rank=0, pid=pid, status=1, time=0.0, stopped=False).secondary
-                for pid, path in files.items() if os.path.exists(path)}
+                for pid, path in files.items() if failure.is_written(path)}
 
     def _ended_programs(self) -> list[int]:
         """Return the ranks whose programs have ended without an error when another rank is found to have failed."""

@@ -5,6 +5,8 @@ A log that cannot be written ends no job and holds up no rank: the loss is told 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -150,6 +152,21 @@ class Remote:
         """Do nothing: the launcher shows what is left."""
 
 
+def _own_file(path: Path) -> BinaryIO:
+    """Open and empty a file of this job. Raises `OSError`, also where another job writes it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise BlockingIOError(errno.EWOULDBLOCK, "another job writes it; give each job its own --log-dir") from None
+    except OSError:  # a file system without locks
+        pass
+    with suppress(OSError):  # a device has no length
+        os.ftruncate(file, 0)
+    return os.fdopen(file, "wb", buffering=0)
+
+
 class RankLogs:
     """Files with the output of each rank, in `folder`; the name has the attempt where ranks were restarted."""
 
@@ -166,7 +183,7 @@ class RankLogs:
         if not os.access(self._folder, os.W_OK | os.X_OK):
             raise LaunchError(f"--log-dir {folder}: no file can be made in it: permission denied; give another")
         with suppress(OSError):  # the report of an earlier job says nothing about this one
-            for report in self._folder.glob(failure.REPORTS):
+            for report in failure.reports(self._folder):
                 report.unlink(missing_ok=True)
 
     def write(self, line: Output) -> None:
@@ -174,7 +191,7 @@ class RankLogs:
         name = f"rank{line.rank}" + (f".attempt{line.attempt}" if line.attempt else "") + f".{line.stream}"
         try:
             if name not in self._files:
-                self._files[name] = (self._folder / name).open("wb", buffering=0)
+                self._files[name] = _own_file(self._folder / name)
             rest = memoryview(os.fsencode(line.text) + b"\n")
             while rest:
                 rest = rest[self._files[name].write(rest):]

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.launch.failure import REPORT, REPORTS
+from shoal.launch.failure import REPORT, reports
 from shoal.launch.job_record import JobRecord, read_record
 from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
@@ -155,12 +155,12 @@ def _bytes(folder: Path) -> int:
 
 def _report(folder: Path) -> str:
     """Return the reports of a job that has ended, the earliest first. Raises `UsageError` where the folder has none."""
-    reports = sorted(folder.glob(REPORTS), key=os.path.getmtime)  # the cause is likely to be the first
-    if not reports:
+    found = sorted(reports(folder), key=os.path.getmtime)  # the cause is likely to be the first
+    if not found:
         raise UsageError(f"{folder}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or "
                          "its launcher was killed together with its guardian; give the name or a process of a job that "
                          f"runs: {_known()}")
-    return "\n".join(report.read_text(encoding="utf-8") for report in reports)
+    return "\n".join(report.read_text(encoding="utf-8") for report in found)
 
 
 def _matching(target: str | None) -> list[tuple[Path, JobRecord]]:

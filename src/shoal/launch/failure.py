@@ -12,18 +12,18 @@ import re
 import signal
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.launch import rank as rank_module
 
-__all__ = ["REPORT", "REPORTS", "Failure", "describe", "first", "read", "status_code", "with_ended"]
+__all__ = ["REPORT", "Failure", "describe", "first", "is_written", "read", "reports", "status_code", "with_ended"]
 
 REPORT = "failure.txt"
 """The file in the folder of logs that has the last failure."""
-REPORTS = "failure*.txt"
-"""That file, those of nodes that were started by hand, which have one each, and those that guardians left."""
+_REPORTS = re.compile(r"failure(\.node\d+|\.[^/]+-\d+-[0-9a-f]{8})?\.txt")
 
 CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError",
                      "torch.distributed.DistStoreError", "torch._C._distributed_c10d.DistBackendError",
@@ -93,16 +93,26 @@ def status_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
+def reports(folder: Path) -> list[Path]:
+    """Return the reports in a folder of logs: the last one, those of nodes started by hand, and of guardians."""
+    return [path for path in folder.iterdir() if _REPORTS.fullmatch(path.name)]
+
+
+def is_written(path: str) -> bool:
+    """Return whether the error file at `path` is there, whole, and has an error in torch's format."""
+    return _record(Path(path)) is not None
+
+
 def read(path: str, *, rank: int, local_rank: int, pid: int, status: int, time: float, stopped: bool) -> Failure:
     """Combine the exit that the launcher saw with the error file that the rank wrote at `path`."""
-    record = _json(Path(path))
-    if not record:
+    record = _record(Path(path))
+    if record is None:
         return Failure(rank=rank, local_rank=local_rank, host=socket.gethostname(), pid=pid, status=status,
                        time=time, stopped=stopped, text=_fault_traceback(Path(f"{path}.fault")) if status < 0 else "")
-    message, raised = record["message"], record.get("time", time)
+    summary, text, raised = record["message"]["message"], record["message"]["extraInfo"]["py_callstack"], record.get("time")
+    raised = raised if isinstance(raised, float) else time
     return Failure(rank=rank, local_rank=local_rank, host=socket.gethostname(), pid=pid, status=status, time=raised,
-                   stopped=stopped and raised >= time, summary=message["message"],
-                   text=message["extraInfo"]["py_callstack"], kinds=tuple(record.get("kinds", ())))
+                   stopped=stopped and raised >= time, summary=summary, text=text, kinds=tuple(record.get("kinds", ())))
 
 
 def first(failures: Iterable[Failure]) -> Failure:
@@ -153,9 +163,15 @@ def _fault_traceback(path: Path) -> str:
     return "\n".join(line for line in lines if f'"{rank_module.__file__}"' not in line)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    text = _text(path)
-    return json.loads(text) if text else {}
+def _record(path: Path) -> dict[str, Any] | None:
+    """Return what an error file has: None where it is missing, half written, or of a program with another format."""
+    with suppress(ValueError, KeyError, TypeError):
+        record = json.loads(_text(path))
+        message = record["message"]
+        texts = message["message"], message["extraInfo"]["py_callstack"], *record.get("kinds", ())
+        if all(isinstance(each, str) for each in texts):
+            return record
+    return None
 
 
 def _text(path: Path) -> str:

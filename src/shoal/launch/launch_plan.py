@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.machinery
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -89,6 +90,9 @@ class _Program(argparse.Action):
 def check_target(plan: LaunchPlan) -> None:
     """Raise `LaunchError` if the target is missing or is not valid Python, so that the error appears once, not per rank."""
     if plan.kind == "program":
+        if shutil.which(plan.target) is None and os.path.isfile(plan.target):
+            raise LaunchError(f"{plan.target!r} may not be executed; run `chmod +x {shlex.quote(plan.target)}`, or leave "
+                              "--no-python out where it is a Python script")
         if shutil.which(plan.target) is None:
             raise LaunchError(f"no program {plan.target!r} on the path or in {os.getcwd()}; install it, or give its path")
         return
@@ -105,6 +109,8 @@ def check_target(plan: LaunchPlan) -> None:
         if not (path / "__main__.py").exists():
             raise LaunchError(f"{plan.target!r} is a folder without a __main__.py; name a script in it")
         return
+    if not path.is_file():
+        raise LaunchError(f"{plan.target!r} is no regular file, and can be read once, by one rank; give the path of a file")
     if path.suffix == ".py":
         _check_syntax(path)
 

@@ -12,6 +12,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import importlib
@@ -73,7 +74,12 @@ def main(argv: list[str]) -> None:
     if options.local_rank_argument:
         args = [f"--local_rank={os.environ['LOCAL_RANK']}", *args]
     if options.kind == "program":
-        os.execvp(target, [target, *args])
+        try:
+            os.execvp(target, [target, *args])
+        except OSError as error:  # as of a script without its first line, `#!` and an interpreter
+            sys.stderr.write(f"shoal run: {target!r} cannot be executed: {error.strerror}"
+                             f"{'; a script begins with #!, such as #!/bin/sh' if error.errno == errno.ENOEXEC else ''}\n")
+            os._exit(126)
     last = LastExit()
     atexit.register(last)  # handlers run in reverse order, so this is the last one
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -95,8 +101,9 @@ def main(argv: list[str]) -> None:
         finally:
             end_training_phase()
     except SystemExit as end:
-        if end.code not in (None, 0):
-            last.code = end.code if isinstance(end.code, int) else 1
+        # the system keeps 8 bits of a code: one that is 0 then is success, for the launcher and everybody else
+        if end.code is not None and (code := end.code & 0xFF if isinstance(end.code, int) else 1):
+            last.code = code
             with _handlers_silenced():
                 record(path, end, "", summary=f"sys.exit({end.code!r})")
         raise
@@ -119,7 +126,7 @@ class LastExit:
             if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
                 with contextlib.suppress(Exception):
                     each.flush()
-        os._exit(self.code & 0xFF)
+        os._exit(self.code)
 
 
 def _file_until_exit(path: str) -> int:

@@ -174,8 +174,12 @@ def read_plan(args: argparse.Namespace) -> LaunchPlan:
         watch=args.watch, spares=args.max_restarts > 0 if args.spares is None else args.spares)
 
 
+_DIGITS = 9
+"""The most digits of a number of ranks, nodes or restarts."""
+
+
 def _count(option: str, text: str, *, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
+    if not text.isdecimal() or len(text) > _DIGITS or int(text) < least:
         auto = ", or auto" if option == "--ranks" else ""
         raise UsageError(f"{option}: got {text!r}; choose a whole number, {least} or more{auto}")
     return int(text)
@@ -186,7 +190,7 @@ def _endpoint(text: str | None, *, bare: bool) -> str | None:
     if text is None:
         return None
     host, _, port = text.rpartition(":")
-    if not (host or bare) or not port.isdecimal() or not (0 if bare else 1) <= int(port) <= 65535:
+    if not (host or bare) or not port.isdecimal() or len(port) > _DIGITS or not (0 if bare else 1) <= int(port) <= 65535:
         raise UsageError(f"--rendezvous: got {text!r}; write HOST:PORT, such as node0:29500")
     return text
 

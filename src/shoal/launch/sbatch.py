@@ -104,6 +104,9 @@ def main(args: argparse.Namespace) -> int:
     _check_run_args(args)
     if not args.module and not Path(args.script).exists():
         raise LaunchError(f"no script {args.script!r} in {Path.cwd()}; correct its path")
+    if args.output is not None and Path(args.output).exists() and Path(args.script).exists() and (
+            Path(args.output).samefile(args.script)):
+        raise UsageError(f"--output {args.output}: is SCRIPT itself, which it would overwrite; give another file")
     text = script(args)
     if args.output is None:
         if isinstance(sys.stdout, io.TextIOWrapper):  # words that are no text leave byte for byte

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
@@ -25,12 +27,14 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessCo
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shoal.launch.rank import SPARE
-from shoal.resilience.processes import processes
+from shoal.resilience.processes import process, processes
 
 __all__ = ["Spare", "serves_here"]
 
 _IMPORTS = 60.0
 """Seconds within which a spare must have imported torch and forked a rank."""
+_POLL = 0.2
+"""Seconds between looks at whether a spare that does not answer was stopped."""
 
 
 def serves_here() -> bool:
@@ -41,8 +45,10 @@ def serves_here() -> bool:
 class Spare:
     """The spare interpreter of one node."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], tell: Callable[[str], None]) -> None:
+        """Take the command of a rank; `tell` gets what the user must know."""
         self._command = tuple(command)
+        self._tell = tell
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
 
@@ -73,11 +79,25 @@ class Spare:
         try:
             self._orders.settimeout(_IMPORTS)
             self._orders.sendall(f"{order}\n".encode())
+            self._await(self._orders, self._process.pid)
             with self._orders.makefile("rb") as answers:
                 return _ForkedRank(int(answers.readline()), command)
-        except (OSError, ValueError):  # it has died, or hangs
+        except (OSError, ValueError) as error:
+            why = str(error) if isinstance(error, TimeoutError) else "it has died"
+            self._tell(f"shoal run: the spare interpreter of this node does not serve: {why}. Ranks start without it, and "
+                       "import torch anew")
             self.close()
             return None
+
+    @staticmethod
+    def _await(orders: socket.socket, pid: int) -> None:
+        """Wait for an answer. Raises `TimeoutError` where the spare was stopped, or takes too long."""
+        deadline = time.monotonic() + _IMPORTS
+        while not select.select([orders], [], [], _POLL)[0]:
+            if (facts := process(pid)) is not None and facts.state in "Tt":
+                raise TimeoutError(f"process {pid} is stopped (state {facts.state}, as by SIGSTOP)")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {pid} has not answered for {_IMPORTS:g} s")
 
     def close(self) -> None:
         """Kill the spare."""
