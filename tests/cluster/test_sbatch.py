@@ -98,6 +98,11 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_it_starts_again(slurm, tmp_p
     (["--ranks", "1", "--output", __file__, __file__], f"--output {__file__}: is SCRIPT itself, which it would overwrite"),
     (["--ranks", "1", "--output", "/no/such", __file__], "--output /no/such: cannot be written: No such file or directory"),
     (["--ranks", "1", "--resume-args", "'", __file__], "--resume-args: got \"'\": No closing quotation; quote its words"),
+    *((["--ranks", "1", f"--directive={line}", "x.py"], f"--directive: got {line!r}, which this command writes itself; {to}")
+      for line, to in (("--time=9", "give --time"), ("-t 9", "give --"), ("-t9", "give --time"), ("-N 2", "give --nodes"),
+                        ("--signal=TERM", "give --grace"))),
+    *((["--ranks", "1", f"--directive={line}", __file__], f"--directive: got {line!r}; give an option of sbatch, such as")
+      for line in ("", "gres=gpu:8", "#SBATCH --mem=1", "-")),
     (["--ranks", "1", "no-such.py"], "no script 'no-such.py' in "),
     (["--ranks", "1", "--time", "zzz", __file__], "--time: got 'zzz'; write MINUTES, MINUTES:SECONDS, HOURS:MINUTES"),
     (["--ranks", "1", "--time", "1:2:3:4", __file__], "--time: got '1:2:3:4'; write MINUTES, "),

@@ -21,7 +21,7 @@ from shoal.launch.outbox import Outbox
 from shoal.launch.printing import Printer
 from shoal.launch.protocol import Output, Report, Status
 
-__all__ = ["Console", "RankLogs", "Remote", "Terminal", "counted", "numbered_ranks"]
+__all__ = ["Console", "RankLogs", "Remote", "Terminal", "check_log_dir", "counted", "numbered_ranks"]
 
 HURRY = 3.0
 """Seconds that a job which a signal ends waits at its end for the reader of its output."""
@@ -150,6 +150,18 @@ class Remote:
 
     def hurry(self) -> None:
         """Do nothing: the launcher shows what is left."""
+
+
+def check_log_dir(folder: str | None) -> None:
+    """Raise `LaunchError` where a folder of logs could not be made or written. Makes none."""
+    if folder is None:
+        return
+    path = Path(folder).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise LaunchError(f"--log-dir {folder}: the folder cannot be made: {there} is a file; give another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise LaunchError(f"--log-dir {folder}: no file can be made in {there}: permission denied; give another")
 
 
 def _own_file(path: Path) -> BinaryIO:

@@ -16,7 +16,7 @@ import tempfile
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import cluster, selection
-from shoal.launch.console import Terminal, counted
+from shoal.launch.console import Terminal, check_log_dir, counted
 from shoal.launch.cores import parse_cpu_list, restrict
 from shoal.launch.launch_plan import MODES, LaunchPlan, add_program, check_target, page_of_killed
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams, signals_held
@@ -77,6 +77,8 @@ def main(args: argparse.Namespace) -> int:
     check_target(plan)
     variables = read_variables(args.env)
     if args.dry_run:
+        restrict(plan.core_list)
+        check_log_dir(plan.log_dir)
         ranks = "as many ranks as fit" if plan.ranks is None else counted(plan.ranks, "rank")
         where = "1 host" if plan.rendezvous is None else f"this node of {args.nodes or 1}, rendezvous {plan.rendezvous}"
         print(f"{where}, {ranks}\neach rank runs: {_program(plan)}")

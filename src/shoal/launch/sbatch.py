@@ -69,6 +69,16 @@ fi
 """
 
 
+_OWN_DIRECTIVES = {
+    ("--job-name", "-J"): "give --name", ("--nodes", "-N"): "give --nodes", ("--time", "-t"): "give --time",
+    ("--output", "-o"): "give --log", ("--requeue", "--no-requeue"):
+        "the job goes back into the queue, or give --no-requeue",
+    ("--signal",): "give --grace", ("--open-mode",): "the log has all starts",
+    ("--ntasks-per-node",): "one task of a node starts its --ranks",
+}
+"""By the names of a directive that this command writes, what to do instead of giving it."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal sbatch`."""
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (1)")
@@ -100,6 +110,8 @@ def main(args: argparse.Namespace) -> int:
             ("--directive", each) for each in args.directive)):
         if "\n" in value:
             raise UsageError(f"{option}: got {value!r}; a directive is one line")
+    for each in args.directive:
+        _check_directive(each)
     _check_time(args)
     _check_run_args(args)
     if not args.module and not Path(args.script).exists():
@@ -156,6 +168,17 @@ def _check_time(args: argparse.Namespace) -> None:
         raise UsageError(f"--time: got {args.time}, which is {limit} s, with --grace {args.grace}: Slurm sends the signal "
                          f"{args.grace + MARGIN} s before the limit, or up to {EARLY} s earlier, so that each start would "
                          f"end at once, without end; give more than {needed} s, or a smaller --grace")
+
+
+def _check_directive(line: str) -> None:
+    """Raise `UsageError` for a line that is no option of sbatch, or one that this command writes from its own options."""
+    name = re.split(r"[\s=]", line, maxsplit=1)[0]
+    if not re.fullmatch(r"-[A-Za-z].*|--[a-z][a-z0-9-]*", name):
+        raise UsageError(f"--directive: got {line!r}; give an option of sbatch, such as --directive=--gpus-per-node=8")
+    own = next((own for names, own in _OWN_DIRECTIVES.items() if name in names or
+                (not name.startswith("--") and name[:2] in names)), None)
+    if own is not None:
+        raise UsageError(f"--directive: got {line!r}, which this command writes itself; {own}")
 
 
 class _RunParser(argparse.ArgumentParser):
