@@ -24,8 +24,10 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 # The interpreter computes in numpy, which warns of every Inf.
 SAME = """
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from shoal.attention import Blocks, attend
 from tests.attention.test_attend import CASES, close, operands, passes, random_blocks
+from tests.attention.test_saved_tensors import restrided
 for case, options in CASES.items():
     for block, kv_heads, dim, layout_heads in ((16, 2, 24, 4), (32, 4, 16, 1))[:1 + (case == "plain")]:
         blocks = random_blocks(layout_heads, 3, block)
@@ -36,6 +38,12 @@ blocks = Blocks.dense(32, 32, 16)
 windows = torch.randn(1, 1, 32 + 47).unfold(-1, 48, 1)  # (1, 1, 32, 48) of memory that overlaps
 key, value = torch.randn(2, 1, 1, 32, 48)
 close(*([attend(windows, key, value, blocks, backend=backend)] for backend in ("triton", "reference")))
+blocks = random_blocks(4, 3, 16)
+tensors = operands(blocks, 4, 4, 16)
+given = {"bias": torch.randn(4, blocks.length, blocks.length), "mask": torch.rand(blocks.length, blocks.length) > 0.1}
+with saved_tensors_hooks(lambda tensor: tensor, restrided):
+    moved = passes("triton", tensors, blocks, **given)
+close(moved, passes("reference", tensors, blocks, **given))
 blocks = random_blocks(1, 3, 16)
 tensors = operands(blocks, 2, 2, 16, dtype=torch.float16)
 wide = passes("reference", [each.float() for each in tensors], blocks, dropout=0.2, seed=5)

@@ -114,7 +114,7 @@ def test_the_command_line_does_not_import_torch():
     (["--no-python", "no-such-program"], "no program 'no-such-program' on the path or in "),
     (["--no-python", __file__], f"{__file__!r} may not be executed; run `chmod +x {__file__}`, or leave --no-python out"),
     (["/dev/null"], "'/dev/null' is no regular file, and can be read once, by one rank; give the path of a file"),
-    (["--ranks", "9" * 5000, __file__], "--ranks: got '9999"),
+    (["--ranks", "9" * 5000, __file__], "--ranks: got '999999999'...; choose a whole number of at most 9 digits"),
     (["--dry-run", "--core-list", "99999", __file__], f"--core-list: {socket.gethostname()} has no core 99999 for this job"),
     (["--dry-run", "--log-dir", f"{__file__}/a/b", __file__], f"--log-dir {__file__}/a/b: the folder cannot be made: "),
     (["no-such-script.py"], "no script 'no-such-script.py' in "),

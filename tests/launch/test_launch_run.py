@@ -402,7 +402,7 @@ def test_a_core_or_a_port_that_cannot_be_had_is_refused(run, script, free_port):
 def test_a_folder_for_logs_that_cannot_be_made_is_refused(run, script):
     code, _, err = run("--ranks", "1", "--log-dir", __file__, script("")).end()
     assert code == 2
-    assert f"shoal run: --log-dir {__file__}: the folder cannot be made: File exists; give another" in err
+    assert f"shoal run: --log-dir {__file__}: the folder cannot be made: {__file__} is a file; give another" in err
 
 
 def test_a_module_runs_as_main_with_the_working_folder_on_its_path(run, tmp_path):

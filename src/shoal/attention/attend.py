@@ -33,7 +33,7 @@ from torch import Tensor
 from shoal.attention import flex, gather, reference
 from shoal.attention.arguments import check_tensor, in_memory, true_or_false, whole_number
 from shoal.attention.blocks import Blocks
-from shoal.attention.call import AttentionCall, Term
+from shoal.attention.call import AttentionCall, Term, in_rows
 from shoal.attention.masks import Mode, any_hidden, check_mode, for_backward, hidden_blocks, mask_term
 from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
 from shoal.device import HOST, has_triton, kept_for_stream
@@ -207,20 +207,15 @@ def _kernel_call(call: AttentionCall) -> native.KernelCall:
     return native.KernelCall(
         starts=blocks.starts, columns=blocks.columns, row_places=blocks.row_places, column_places=blocks.column_places,
         first_head=call.first_head, layout_heads=blocks.heads, block=blocks.block, hidden=call.hidden,
-        terms=[(_in_rows(term.tensor), term.multiplies) for term in call.terms],
+        terms=[(in_rows(term.tensor), term.multiplies) for term in call.terms],
         causal=call.causal, scale=call.scale, kept=call.kept, threshold=call.threshold, seed=call.seed)
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Return `tensor` in fp32, with its signs in memory (not as a lazily negated view), and a head dim of the kernel."""
+    """Return `tensor` in fp32, in rows, with a head dim of the kernel."""
     missing = -tensor.shape[-1] % native.UNIT
     wide = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-    return _in_rows(wide.float().resolve_neg())
-
-
-def _in_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` with elements of a row beside each other: hooks on saved tensors may give back other strides."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return in_rows(wide.float())
 
 
 def _native_forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from shoal.device import kept_for_stream
 if TYPE_CHECKING:
     from shoal.attention.blocks import Blocks
 
-__all__ = ["HIDES", "AttentionCall", "Term", "addend"]
+__all__ = ["HIDES", "AttentionCall", "Term", "addend", "in_rows"]
 
 HIDES = -65504.0
 """An addend of this or less, the least number of fp16, hides its key as -inf does.
@@ -29,6 +29,15 @@ scores, and the log-sum-exp in fp32 would lose the number of keys. The C++ kerne
 def addend(values: Tensor) -> Tensor:
     """Return what `values` of a mask or bias add to scores, in fp32: -inf where they hide. Gradients flow to the others."""
     return F.threshold(values.float(), HIDES, -torch.inf)
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` as kernels read it: elements of a row beside each other, no lazily negated view.
+
+    A saved tensor may be otherwise in backward than it was in forward: hooks on saved tensors may change strides.
+    """
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton import knobs
 
 from shoal.attention.blocks import Blocks
-from shoal.attention.call import HIDES, AttentionCall
+from shoal.attention.call import HIDES, AttentionCall, in_rows
 from shoal.device import HOST, kept_for_stream, selected
 
 __all__ = ["INTERPRETED", "backward", "forward"]
@@ -38,7 +38,7 @@ _LEAST_EDGE = 16
 
 def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output, laid out as `query` is, and the log-sum-exp (batches, heads, length) in fp32."""
-    query, key, value = (_unit_stride(each) for each in (query, key, value))
+    query, key, value = (in_rows(each) for each in (query, key, value))
     output = torch.empty_like(query)
     if output.stride(-1) != 1:  # of a query whose memory overlaps, as that of windows by `unfold`
         output = query.new_empty(query.shape)
@@ -53,7 +53,7 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
 def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
              gradient: Tensor, *, score_gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value in fp32; `score_gradient` is as in `shoal.native.attention`."""
-    query, key, value, gradient = (_unit_stride(each) for each in (query, key, value, gradient))
+    query, key, value, gradient = (in_rows(each) for each in (query, key, value, gradient))
     sums = sums.contiguous()  # hooks on saved tensors may give back other strides
     inner = (output.float() * gradient.float()).sum(-1).contiguous()
     to_query, to_key, to_value = (torch.empty(each.shape, dtype=torch.float32, device=query.device)
@@ -115,7 +115,7 @@ def _masks(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[Any, ...]:
     hidden = call.hidden
     keys = call.row_keys(query.shape[0], query.device).to(torch.int32) if call.threshold else query
     terms = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-             for tensor in (_unit_stride(term.tensor) for term in call.terms)]
+             for tensor in (in_rows(term.tensor) for term in call.terms)]
     absent = [query] * (3 - len(terms))
     strides = [0, 0] if hidden is None else _broadcast_strides(hidden, 2)
     for term in terms:
@@ -136,11 +136,6 @@ def _constants(call: AttentionCall, query: Tensor) -> dict[str, Any]:
             "HIDDEN": call.hidden is not None, "TERMS": len(call.terms),
             "MULTIPLIES": sum(1 << i for i, term in enumerate(call.terms) if term.multiplies),
             "DROPPED": call.threshold, "SHARED": call.blocks.heads == 1, "num_warps": {16: 1, 32: 2}.get(block, 4)}
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    tensor = tensor.resolve_neg()  # kernels read memory, in which a lazily negated view has other signs
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -45,7 +45,7 @@ def parse_lines(lines: Iterable[str], source: str = "Hostfile") -> list[Host]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        where, found = f"{source}, line {number}", re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        where, found = f"{source}, line {number}", re.fullmatch(r"(\S+)\s+slots=(\d{1,9})", text)
         if found is None:
             raise HostsError(f"{where}: Hostfile contains a bad entry: {text}; write `NAME slots=N`")
         name, slots = found[1], int(found[2])

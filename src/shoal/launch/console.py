@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -153,28 +154,28 @@ class Remote:
 
 
 def check_log_dir(folder: str | None) -> None:
-    """Raise `LaunchError` where a folder of logs could not be made or written. Makes none."""
+    """Raise `LaunchError` where a folder of logs cannot be made or written. Makes none."""
     if folder is None:
         return
     path = Path(folder).absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
+    there = next(each for each in (path, *path.parents) if os.path.exists(each))
     if not there.is_dir():
         raise LaunchError(f"--log-dir {folder}: the folder cannot be made: {there} is a file; give another")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise LaunchError(f"--log-dir {folder}: no file can be made in {there}: permission denied; give another")
+        raise LaunchError(f"--log-dir {folder}: nothing can be made in {there}: permission denied; give another")
 
 
 def _own_file(path: Path) -> BinaryIO:
-    """Open and empty a file of this job. Raises `OSError`, also where another job writes it."""
+    """Open a file of this job, empty. Raises `OSError`, also where another job writes it."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise BlockingIOError(errno.EWOULDBLOCK, "another job writes it; give each job its own --log-dir") from None
-    except OSError:  # a file system without locks
-        pass
-    with suppress(OSError):  # a device has no length
+    if stat.S_ISREG(os.fstat(file).st_mode):  # several jobs may write to one device, such as /dev/null
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise BlockingIOError(errno.EWOULDBLOCK, "another job writes it; give each job its own --log-dir") from None
+        except OSError:  # a file system without locks
+            pass
         os.ftruncate(file, 0)
     return os.fdopen(file, "wb", buffering=0)
 
@@ -188,12 +189,11 @@ class RankLogs:
         self._tell = tell
         self._files: dict[str, BinaryIO] = {}
         self._failed = False
+        check_log_dir(folder)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"--log-dir {folder}: the folder cannot be made: {error.strerror}; give another") from None
-        if not os.access(self._folder, os.W_OK | os.X_OK):
-            raise LaunchError(f"--log-dir {folder}: no file can be made in it: permission denied; give another")
         with suppress(OSError):  # the report of an earlier job says nothing about this one
             for report in failure.reports(self._folder):
                 report.unlink(missing_ok=True)

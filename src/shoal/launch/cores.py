@@ -39,11 +39,16 @@ def parse_cpu_list(text: str) -> list[int]:
     return cores
 
 
-def restrict(cores: Sequence[int]) -> None:
-    """Use these cores alone from now on; none given: all. Raises `LaunchError` where this process may not use one."""
+def check_usable(cores: Sequence[int]) -> None:
+    """Raise `LaunchError` where this process may not use one of these cores."""
     if wrong := sorted(set(cores) - set(usable())):
         raise LaunchError(f"--core-list: {socket.gethostname()} has no core {wrong[0]} for this job; choose from "
                           f"{','.join(map(str, sorted(usable())))}")
+
+
+def restrict(cores: Sequence[int]) -> None:
+    """Use these cores alone from now on; none given: all. Raises `LaunchError` where this process may not use one."""
+    check_usable(cores)
     if cores:
         os.sched_setaffinity(0, cores)
 

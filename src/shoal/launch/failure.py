@@ -95,7 +95,7 @@ def status_code(status: int) -> int:
 
 def reports(folder: Path) -> list[Path]:
     """Return the reports in a folder of logs: the last one, those of nodes started by hand, and of guardians."""
-    return [path for path in folder.iterdir() if _REPORTS.fullmatch(path.name)]
+    return [path for path in folder.glob("failure*.txt") if _REPORTS.fullmatch(path.name)]
 
 
 def is_written(path: str) -> bool:

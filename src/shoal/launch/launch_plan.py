@@ -90,7 +90,7 @@ class _Program(argparse.Action):
 def check_target(plan: LaunchPlan) -> None:
     """Raise `LaunchError` if the target is missing or is not valid Python, so that the error appears once, not per rank."""
     if plan.kind == "program":
-        if shutil.which(plan.target) is None and os.path.isfile(plan.target):
+        if os.path.isfile(plan.target) and not os.access(plan.target, os.X_OK) and shutil.which(plan.target) is None:
             raise LaunchError(f"{plan.target!r} may not be executed; run `chmod +x {shlex.quote(plan.target)}`, or leave "
                               "--no-python out where it is a Python script")
         if shutil.which(plan.target) is None:

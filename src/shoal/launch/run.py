@@ -17,7 +17,7 @@ import tempfile
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import cluster, selection
 from shoal.launch.console import Terminal, check_log_dir, counted
-from shoal.launch.cores import parse_cpu_list, restrict
+from shoal.launch.cores import check_usable, parse_cpu_list, restrict
 from shoal.launch.launch_plan import MODES, LaunchPlan, add_program, check_target, page_of_killed
 from shoal.launch.orphans import MARK, Guardian, exit_on_signals, memory_folder, open_streams, signals_held
 
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     check_target(plan)
     variables = read_variables(args.env)
     if args.dry_run:
-        restrict(plan.core_list)
+        check_usable(plan.core_list)
         check_log_dir(plan.log_dir)
         ranks = "as many ranks as fit" if plan.ranks is None else counted(plan.ranks, "rank")
         where = "1 host" if plan.rendezvous is None else f"this node of {args.nodes or 1}, rendezvous {plan.rendezvous}"
@@ -110,6 +110,7 @@ def _run_on_hosts(args: argparse.Namespace, plan: LaunchPlan) -> int:
     chosen = selection.select(args, nodes=None if args.nodes is None else plan.nodes, ranks=plan.ranks,
                               variables=read_variables(args.env))
     if args.dry_run:
+        check_log_dir(plan.log_dir)
         print(chosen.describe(_program(plan)))
         if problems := chosen.problems(plan):
             raise LaunchError("\n".join(problems))
@@ -181,7 +182,9 @@ _DIGITS = 9
 
 
 def _count(option: str, text: str, *, least: int) -> int:
-    if not text.isdecimal() or len(text) > _DIGITS or int(text) < least:
+    if len(text) > _DIGITS:
+        raise UsageError(f"{option}: got {text[:_DIGITS]!r}...; choose a whole number of at most {_DIGITS} digits")
+    if not text.isdecimal() or int(text) < least:
         auto = ", or auto" if option == "--ranks" else ""
         raise UsageError(f"{option}: got {text!r}; choose a whole number, {least} or more{auto}")
     return int(text)

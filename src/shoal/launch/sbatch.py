@@ -70,13 +70,12 @@ fi
 
 
 _OWN_DIRECTIVES = {
-    ("--job-name", "-J"): "give --name", ("--nodes", "-N"): "give --nodes", ("--time", "-t"): "give --time",
-    ("--output", "-o"): "give --log", ("--requeue", "--no-requeue"):
-        "the job goes back into the queue, or give --no-requeue",
-    ("--signal",): "give --grace", ("--open-mode",): "the log has all starts",
-    ("--ntasks-per-node",): "one task of a node starts its --ranks",
+    "--job-name": "give --name", "-J": "give --name", "--nodes": "give --nodes", "-N": "give --nodes",
+    "--time": "give --time", "-t": "give --time", "--output": "give --log", "-o": "give --log", "--signal": "give --grace",
+    "--requeue": "leave --no-requeue out", "--no-requeue": "give --no-requeue", "--open-mode": "the log has all starts",
+    "--ntasks-per-node": "one task of a node starts its --ranks",
 }
-"""By the names of a directive that this command writes, what to do instead of giving it."""
+"""By the name of a directive that this command writes, what to do instead of giving it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,10 +174,9 @@ def _check_directive(line: str) -> None:
     name = re.split(r"[\s=]", line, maxsplit=1)[0]
     if not re.fullmatch(r"-[A-Za-z].*|--[a-z][a-z0-9-]*", name):
         raise UsageError(f"--directive: got {line!r}; give an option of sbatch, such as --directive=--gpus-per-node=8")
-    own = next((own for names, own in _OWN_DIRECTIVES.items() if name in names or
-                (not name.startswith("--") and name[:2] in names)), None)
-    if own is not None:
-        raise UsageError(f"--directive: got {line!r}, which this command writes itself; {own}")
+    instead = _OWN_DIRECTIVES.get(name if name.startswith("--") else name[:2])  # a value may follow a letter at once
+    if instead is not None:
+        raise UsageError(f"--directive: got {line!r}, which this command writes itself; {instead}")
 
 
 class _RunParser(argparse.ArgumentParser):

@@ -93,7 +93,9 @@ class Spare:
     def _await(orders: socket.socket, pid: int) -> None:
         """Wait for an answer. Raises `TimeoutError` where the spare was stopped, or takes too long."""
         deadline = time.monotonic() + _IMPORTS
-        while not select.select([orders], [], [], _POLL)[0]:
+        answer = select.poll()
+        answer.register(orders, select.POLLIN)
+        while not answer.poll(_POLL * 1000):
             if (facts := process(pid)) is not None and facts.state in "Tt":
                 raise TimeoutError(f"process {pid} is stopped (state {facts.state}, as by SIGSTOP)")
             if time.monotonic() > deadline:

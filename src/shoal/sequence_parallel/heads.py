@@ -90,7 +90,7 @@ def exchange_heads(attention: Callable[[Tensor, Tensor, Tensor], Tensor], query:
 
     `query` (batch, heads, n, dim), `key` and `value` (batch, kv_heads, n, dims) are this rank's rows. `attention` is given
     whole sequences of this rank's heads, as many of keys as divide those of queries, and is not called without heads.
-    `reads` are the other tensors with a gradient that it reads: a rank without heads gives them a gradient of zeros. Where
+    `reads` are the other tensors that it reads: a rank without heads gives those that need a gradient one of zeros. Where
     `layout` names the layout of `attention`, ranks with another one than each other raise RanksDisagree.
     """
     plan = heads_plan(query.shape[1], key.shape[1], axis.rank, axis.ranks)
@@ -169,9 +169,10 @@ class _WithoutHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) if wanted else None
+                     for wanted, (shape, dtype, device) in zip(ctx.needs_input_grad, ctx.like, strict=True))
 
 
 def _tables(plan: HeadPlan) -> tuple[Moves, Moves, Moves]:
