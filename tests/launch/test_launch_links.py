@@ -29,6 +29,18 @@ def pairs(*lost: tuple[int, int]) -> set[frozenset[int]]:
     return {frozenset(each) for each in lost}
 
 
+def test_links_end_where_another_host_wakes_their_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    wake = HostLinks._wake
+
+    def late(self: HostLinks) -> None:
+        with socket.create_connection(("127.0.0.1", self.port)):
+            self._thread.join()
+        wake(self)
+
+    with HostLinks(6.0, lambda message: None):
+        monkeypatch.setattr(HostLinks, "_wake", late)
+
+
 # The choice
 
 

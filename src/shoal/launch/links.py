@@ -98,6 +98,8 @@ class HostLinks:
         self._closed = True
         self._wake()
         self._thread.join()
+        for each in (self._woken, self._waker):  # here: the thread, woken by another host, may end before it is woken to
+            each.close()
 
     def watch(self, addresses: Mapping[int, tuple[str, int]]) -> None:
         """Hold connections to these hosts, by their numbers in the job, in place of those before."""
@@ -125,7 +127,7 @@ class HostLinks:
             if unreached != self._reported:
                 self._reported = unreached
                 self._report(Unreached(hosts=unreached))
-        for each in (*self._incoming, self._listener, self._woken, self._waker):
+        for each in (*self._incoming, self._listener):
             each.close()
         for partner in self._partners.values():
             self._hang_up(partner)
