@@ -197,7 +197,7 @@ def test_an_examination_shows_hosts_beside_one_that_is_bad(
     assert lines == [
         "b: no such host; correct the name, or add it to ~/.ssh/config (ssh: Could not resolve hostname b)",
         f"a: torch is 1.0, and {here} here; install torch {here} there, in {sys.executable}",
-        "c: the disk of the working folder has 0 MiB free; make room for checkpoints",
+        "c: the disk of the working folder has 0 B free; make room for checkpoints",
         "c: a cannot be reached from it; let the hosts connect to each other", "4 faults"]
     rows = {row.split()[1]: row for row in shown.splitlines() if row.startswith("│")}
     assert list(rows) == ["a", "b", "c"] and " 1.0 " in rows["a"] and "GiB" not in rows["b"]
@@ -210,7 +210,7 @@ def test_a_run_warns_of_what_its_hosts_lack(capfd: pytest.CaptureFixture[str], t
         pass
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("shoal run: a: the clock is -") and "set it by NTP" in first
-    assert second.startswith("shoal run: a: /dev/shm has 0 MiB free, and needs 64; free it, or mount it larger")
+    assert second.startswith("shoal run: a: /dev/shm has 0 B free, and needs 64 MiB; free it, or mount it larger")
 
 
 def test_filters_and_counts_keep_the_order_of_the_hosts() -> None:
@@ -319,7 +319,7 @@ def test_a_host_of_another_version_is_named_with_the_remedy() -> None:
     assert torch.startswith("a: torch is 2.12.0, and 2.13.0 here; install torch 2.13.0 there, in ")
     clock, shared, disk = facts.faults("a", there, offset=-2.5)
     assert clock.startswith("a: the clock is -2.5 s off; set it by NTP")
-    assert shared.startswith("a: /dev/shm has 0 MiB free, and needs 64")
+    assert shared.startswith("a: /dev/shm has 0 B free, and needs 64 MiB; ")
     assert disk.startswith("a: the disk of the working folder")
 
 

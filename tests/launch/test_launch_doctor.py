@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -139,7 +140,7 @@ def test_a_failed_host_sends_its_page_to_the_logs_of_the_launcher(run, script, t
     report, _, page = capsys.readouterr().out.partition("\n\njob ")
     assert "ValueError: no such herring" in report
     assert page.startswith("shoal, attempt 1 of 1, for ")
-    assert "torch " in page and " MB free in " in page
+    assert "torch " in page and re.search(r"memory [\d.]+ [MG]iB of [\d.]+ [MG]iB available, [\d.]+ [KMGT]iB free in ", page)
     assert [line.split()[0] for line in page.splitlines() if " ended " in line] == ["1"]
 
 

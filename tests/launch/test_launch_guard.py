@@ -47,10 +47,10 @@ def test_a_vault_larger_than_memory_ends_the_job_before_its_first_step(start, sc
     if "unshare failed" in err or "mount: " in err:
         pytest.skip(f"needs a mount namespace: {err.strip()}")
     assert (code, out) == (1, "")
-    assert "INFO: resilience.vault: 108.1 MB on a node (2 generations, and the next) of memory, a copy every 5 steps" in err
+    assert "INFO: resilience.vault: 103.1 MiB on a node (2 generations, and the next) of memory, a copy every 5 steps" in err
     assert "attempt 2" not in err
     assert "Traceback" not in err
     (line,) = (line for line in err.splitlines() if line.startswith("VaultTooLarge: "))
-    assert ":/dev/shm has 6" in line
-    assert " MB free, and copies need 108.1 MB of memory on this node (2 generations, and the next). Another `every`" in line
+    assert ":/dev/shm has 59.9" in line
+    assert " MiB free, and copies need 103.1 MiB of memory on this node (2 generations, and the next). Another " in line
     assert "enlarge /dev/shm (mount -o remount,size=SIZE /dev/shm; docker run --shm-size SIZE), put less state on a" in line

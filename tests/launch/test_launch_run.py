@@ -369,7 +369,7 @@ def test_a_reader_that_pauses_holds_up_no_rank_and_learns_what_it_missed(run, sc
     assert code == 0, err
     at, missing = 0, 0
     for line in out.splitlines():
-        if found := re.search(r"rank 0\] .*: ([\d,]+) lines \(\S+ MB\) are left out here, .*; all of them are ", line):
+        if found := re.search(r"rank 0\] .*: ([\d,]+) lines \([\d.]+ .iB\) are left out here, .*; all of them are ", line):
             missing += (count := int(found[1].replace(",", "")))
             at += count
         else:

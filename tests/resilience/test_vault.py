@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import threading
@@ -32,6 +33,9 @@ from shoal.resilience.vault import Vault
 from shoal.testing import RankFailed, run_ranks
 
 BATCH = 12
+NEEDED = f"{3 * 90 * 12 / 1024:.4g} KiB"
+"""Two generations and the next, of 90 weights and their two averages in fp32."""
+LINE = f"resilience.vault: {NEEDED} on a node (2 generations, and the next)"
 
 
 class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -319,14 +323,15 @@ def build(memory: str, every: int, stage: int = 2, optimizer: str = "Adam") -> A
 def test_a_vault_larger_than_memory_is_refused_before_the_first_step(limit: str, tmp_path: Path) -> None:
     for rank, (message, lines) in enumerate(run_ranks(2, in_no_room, str(tmp_path), limit)):
         assert message.startswith(f"resilience.vault: {socket.gethostname()}"), message
-        assert f" has {0.0:.1f} MB free, and copies need {0.0:.1f} MB of memory on this node (2 generations, " in message
+        assert re.search(r" has [\d.]+ K?i?B free, and copies need (\S+ KiB) of memory on this node \(2 generations, ",
+                         message)[1] == NEEDED
         assert "Another `every` needs as much, and fewer generations cannot be chosen: " in message
         remedy = f"enlarge {tmp_path.parent} (" if limit == "file system" else "give the machine or the container more mem"
         assert remedy in message
         assert message.endswith(", put less state on a node (more nodes, a smaller model), or remove resilience.vault and "
                                 "save checkpoints")
         assert not list(tmp_path.glob("vault*/step*"))
-        assert [line[:32] for line in lines] == (["resilience.vault: 0.0 MB on a no"] if rank == 0 else [])
+        assert [line.partition(" of memory")[0] for line in lines] == ([LINE] if rank == 0 else [])
 
 
 class Meeting:
@@ -443,8 +448,9 @@ def test_two_engines_share_the_room_until_one_is_destroyed(tmp_path: Path) -> No
 
 def test_the_start_says_what_copies_need_and_what_is_not_covered(tmp_path: Path) -> None:
     ((_, lines),) = run_ranks(1, shown_at_the_start, str(tmp_path))
-    (shown,) = [text for text in lines if text.startswith("resilience.vault: ")]
-    assert shown.startswith("resilience.vault: 0.0 MB on a node (2 generations, and the next) of memory, a copy every 2 ")
+    shown, loading = lines  # and none for each copy that is made or removed
+    assert "nothing is loaded" in loading
+    assert shown.startswith(f"{LINE} of memory, a copy every 2 ")
     assert shown.endswith("All ranks are on one node: to survive its loss, save checkpoints elsewhere")
 
 
@@ -452,6 +458,11 @@ def shown_at_the_start(memory: str) -> tuple[None, list[str]]:
     with logged() as lines:
         engine = build(memory, 2)
         engine.load_checkpoint("/nonexistent")
+        for _ in range(8):
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            engine.step()
+        engine.destroy()
+    assert [tag.step for tag in tags(Path(memory, "vault0"))] == [6, 8], "earlier copies were removed"
     return None, lines
 
 

@@ -64,7 +64,7 @@ def test_the_command_prints_settings_for_the_configuration(
         tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["disk", "bench", str(tmp_path), "--size", "64M", "--seconds", "0.1"]) == 0
     shown = capsys.readouterr().out
-    assert "a file of 64M" in shown and "read GB/s" in shown
+    assert "a file of 64 MiB" in shown and "read GB/s" in shown
     aio = json.loads(shown.splitlines()[-1])["aio"]
     assert aio in [{"block_size": setting.block_bytes, "queue_depth": setting.requests, "intra_op_parallelism": 1}
                    for setting in (SMALL, LARGE)]
@@ -91,8 +91,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--size", "much"), "argument --size: got 'much'; give a size such as 512M, 1G or 4GiB"),
-    (("--size", "1M"), "--size: got 1M; give at least 64M"),
+    (("--size", "much"), "argument --size: got 'much'; give a size such as 512MiB, 64M or 12GB"),
+    (("--size", "1M"), "--size: got 1 MiB; give at least 64 MiB"),
     (("--seconds", "0"), "argument --seconds: got '0'; give a number of seconds above 0"),
     (("--seconds", "inf"), "argument --seconds: got 'inf'; give a number of seconds above 0"),
     (("--seconds", "long"), "argument --seconds: got 'long'; give a number of seconds above 0"),

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
@@ -15,19 +15,20 @@ from pydantic import BeforeValidator
 
 from shoal.config.published import Published, inert
 from shoal.config.section import Conflict, Positive, Section, Switch, Text, any_case, integral
+from shoal.sizes import parse_bytes
 from shoal.tier.settings import OffloadParam
 
 __all__ = ["ActivationSettings", "FunctionSettings"]
 
 _Recompute = Annotated[Literal["none", "selective", "full"], BeforeValidator(any_case("none", "selective", "full"))]
-_UNITS = {"": 1, **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
-          **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}}
 
 
 def _size(value: object) -> object:
     """Return the bytes that a text such as "12GB" or "512MiB" names, and any other value unchanged."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b|)", value.strip().lower()) if isinstance(value, str) else None
-    return integral(value) if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(value, str):
+        with suppress(ValueError):  # what is no size gets the error of the integer that it is not
+            return parse_bytes(value)
+    return integral(value)
 
 
 _Rest = Annotated[Literal["device", "cpu", "nvme"], BeforeValidator(any_case("device", "cpu", "nvme"))]

@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import cast
 
 from shoal.checkpoint.index import INDEX, File, Index, parse
 from shoal.errors import CheckpointError, UsageError
-from shoal.log import logger
 
 __all__ = [
     "Tag",
@@ -204,12 +203,15 @@ def publish(folder: Path, tag: str) -> None:
         _remove(replaced)
 
 
-def retain(folder: Path, keep: int, spare: str) -> None:
-    """Remove all complete checkpoints except the newest `keep`, `spare`, the latest, and those in use by a reader."""
+def retain(folder: Path, keep: int, spare: str) -> Iterator[Path]:
+    """Remove all complete checkpoints except the newest `keep`, `spare`, the latest, and those in use by a reader.
+
+    Yields each when it is gone.
+    """
     for tag in tags(folder)[:-keep]:
         if tag.name not in (spare, latest(folder)) and not _in_use(tag.path):
-            logger.info("removing the checkpoint %s", tag.path)
             _remove(tag.path)
+            yield tag.path
 
 
 def sync(folder: Path) -> None:

@@ -17,6 +17,7 @@ fails, is killed, or finds the disk full leaves the previous checkpoint and `lat
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -64,6 +65,8 @@ class _SaveOptions:
     latest: bool
     keep_last: int | None
     read_back: bool
+    log_level: int
+    """The level at which removed checkpoints are logged."""
 
 
 class PendingSave:
@@ -135,15 +138,18 @@ def wait_for_saves() -> None:
 class Writer:
     """Saves checkpoints one at a time and reuses the staging buffer."""
 
-    def __init__(self, ranks: Ranks | None = None, nodes: Nodes | None = None, staging: Staging | None = None) -> None:
+    def __init__(self, ranks: Ranks | None = None, nodes: Nodes | None = None, staging: Staging | None = None, *,
+                 log_level: int = logging.INFO) -> None:
         """Write with `ranks` (see `Ranks.join`); None means this process only.
 
         All ranks write to one folder, unless `nodes` says that each node has a folder of its own. `staging` is where this
-        rank's state is copied first; None: a buffer.
+        rank's state is copied first; None: a buffer. `log_level` is that of a line for each checkpoint that `keep_last`
+        removes.
         """
         self.ranks = ranks or Ranks()
         self._nodes = nodes or Nodes.shared(self.ranks.count)
         self._staging = staging or Staging()
+        self._log_level = log_level
         self._pending: PendingSave | None = None
 
     def wait(self) -> None:
@@ -174,7 +180,8 @@ class Writer:
         `PendingSave.wait`.
         """
         self.wait()
-        save = _SaveOptions(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back)
+        save = _SaveOptions(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back,
+                            log_level=self._log_level)
         pending = PendingSave(save.folder / tag)
         self.ranks.lock.acquire()  # released when the save has ended
         try:
@@ -343,7 +350,8 @@ def _publish(hidden: Path, save: _SaveOptions) -> None:
 def _retain(save: _SaveOptions) -> None:
     """Delete old checkpoints; on the first rank of a folder."""
     assert save.keep_last is not None
-    folders.retain(save.folder, save.keep_last, save.tag)
+    for path in folders.retain(save.folder, save.keep_last, save.tag):
+        logger.log(save.log_level, "removed the checkpoint %s", path)
 
 
 def _disk_full_error(error: OSError, folder: Path, needed: int) -> Exception:

@@ -71,14 +71,15 @@ def _check_host(where: str, name: str, slots: int) -> None:
 
 
 def parse_filter(text: str, option: str = "the filter") -> dict[str, tuple[int, ...]]:
-    """Return the slots that a filter names on each host, none where it names the host alone. Raises `HostsError`."""
+    """Return the slots that a filter names on each host, none where it also names the host alone. Raises `HostsError`."""
     named: dict[str, tuple[int, ...]] = {}
     for each in filter(None, (part.strip() for part in text.split("@"))):
         name, colon, listed = each.partition(":")
         slots = listed.split(",") if colon else []
         if not name or not all(slot.strip().isdecimal() for slot in slots):
             raise HostsError(f"{option}: got {each!r}: invalid literal in a filter; {FILTER}")
-        named[name] = (*named.get(name, ()), *map(int, slots)) if slots else ()
+        before = named.get(name)
+        named[name] = () if not slots or before == () else (*(before or ()), *map(int, slots))
     return named
 
 

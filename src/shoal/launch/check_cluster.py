@@ -23,6 +23,7 @@ from shoal.launch.cluster import Cluster, Node
 from shoal.launch.console import counted
 from shoal.launch.orphans import exit_on_signals
 from shoal.launch.protocol import AskTime, Down, Listen, Listening, Measure, Measured, Message, Signal, Time
+from shoal.sizes import format_bytes
 
 __all__ = ["add_arguments", "main"]
 
@@ -126,11 +127,8 @@ def _show(rows: Sequence[tuple[Node, _Examined | None]]) -> None:
     for node, examined in rows:
         has = node.facts
         table.add_row(node.name, *([] if has is None else [
-            has.python, has.torch, has.shoal, str(has.cores), _size(has.memory), _size(has.shared_memory), _size(has.disk),
+            has.python, has.torch, has.shoal, str(has.cores),
+            *map(format_bytes, (has.memory, has.shared_memory, has.disk)),
             "" if examined is None else f"{examined.offset * 1000:+.1f} ms",
-            "" if examined is None or examined.rate is None else f"{_size(examined.rate)}/s"]))
+            "" if examined is None or examined.rate is None else f"{format_bytes(examined.rate)}/s"]))
     Console(width=140).print(table)
-
-
-def _size(count: float) -> str:
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"

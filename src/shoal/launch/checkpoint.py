@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.launch.console import counted
+from shoal.launch.console import counted, size_argument
 
 __all__ = ["add_arguments", "main"]
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="cast parameters (default: as saved, in the precision of their masters)")
     export.add_argument("--model", metavar="MODEL", help="a folder or a name of a Hugging Face model, whose configuration "
                         "and tokenizer are exported too, so that from_pretrained(OUT) works")
-    export.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE",
+    export.add_argument("--max-shard-size", type=size_argument, default="5GB", metavar="SIZE",
                         help="largest file, for example 500MB or 2GiB (default 5GB)")
 
 
@@ -173,14 +169,6 @@ def _convert(args: argparse.Namespace) -> int:
             target = Target(stage=args.stage, ranks=args.ranks, dtype=dtypes[args.dtype])
             print(write_folder(snapshot, args.out, snapshot.tag, target))
     return 0
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
-    size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; give a size such as 500MB, 5GB or 2GiB")
-    return size
 
 
 def _rank_ranges(ranks: list[int]) -> str:

@@ -5,6 +5,7 @@ A log that cannot be written ends no job and holds up no rank: the loss is told 
 
 from __future__ import annotations
 
+import argparse
 import errno
 import fcntl
 import os
@@ -21,8 +22,9 @@ from shoal.launch.failure import Failure
 from shoal.launch.outbox import Outbox
 from shoal.launch.printing import Printer
 from shoal.launch.protocol import Output, Report, Status
+from shoal.sizes import parse_bytes
 
-__all__ = ["Console", "RankLogs", "Remote", "Terminal", "check_log_dir", "counted", "numbered_ranks"]
+__all__ = ["Console", "RankLogs", "Remote", "Terminal", "check_log_dir", "counted", "numbered_ranks", "size_argument"]
 
 HURRY = 3.0
 """Seconds that a job which a signal ends waits at its end for the reader of its output."""
@@ -31,6 +33,17 @@ HURRY = 3.0
 def counted(count: int, word: str, ending: str = "s") -> str:
     """Return the count with its noun: "1 rank", "2 ranks", with `ending` "es" also "2 microbatches"."""
     return f"{count} {word}{'' if count == 1 else ending}"
+
+
+def size_argument(text: str) -> int:
+    """Return the bytes that the value of an option names, 1 at least; argparse shows the error."""
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; give 1 byte or more")
+    return size
 
 
 def numbered_ranks(numbers: range) -> str:

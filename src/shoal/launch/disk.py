@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.errors import UsageError
+from shoal.launch.console import size_argument
+from shoal.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "main"]
 
-_UNITS = {unit: 1024**power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 _GIGA = 1e9
 _BAR = 24
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                     "(queue_depth times intra_op_parallelism), with the I/O engine that training uses, and recommend the "
                     "`aio` section of the configuration. The test file is always removed.")
     bench.add_argument("folder", help="a folder on the disk, as in nvme_path", metavar="PATH")
-    bench.add_argument("--size", type=_size, default="1G", metavar="SIZE",
+    bench.add_argument("--size", type=size_argument, default="1G", metavar="SIZE",
                        help="size of the test file, for example 512M or 4G; choose more than the disk's cache (default 1G)")
     bench.add_argument("--seconds", type=_seconds, default=20.0, metavar="N", help="total duration (default 20)")
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     from shoal.tier.folder_check import slow_reason
 
     if args.size < SMALLEST:
-        raise UsageError(f"--size: got {_short_size(args.size)}; give at least {_short_size(SMALLEST)}")
+        raise UsageError(f"--size: got {format_bytes(args.size)}; give at least {format_bytes(SMALLEST)}")
     progress = Console(stderr=True)
     rows = merged(track(measure(args.folder, SETTINGS, bytes=args.size, seconds=args.seconds), "writing and reading",
                         total=ROUNDS * len(SETTINGS), console=progress, transient=True, disable=not progress.is_terminal))
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
                           "rows": [_as_json(row) for row in rows], **aio}))
         return 0
     console = Console()
-    console.print(f"{args.folder}, a file of {_short_size(args.size)}", highlight=False, soft_wrap=True)
+    console.print(f"{args.folder}, a file of {format_bytes(args.size)}", highlight=False, soft_wrap=True)
     console.print(_table(rows, recommended))
     if reason is not None:
         console.print(f"note: {args.folder} {reason}", highlight=False, soft_wrap=True)
@@ -80,7 +80,7 @@ def _table(rows: Sequence[BenchRow], recommended: BenchRow) -> Table:
     table.add_column("")
     fastest = max(row.both for row in rows)
     for row in rows:
-        table.add_row(_short_size(row.setting.block_bytes), str(row.setting.requests), f"{row.read / _GIGA:.2f}",
+        table.add_row(format_bytes(row.setting.block_bytes), str(row.setting.requests), f"{row.read / _GIGA:.2f}",
                       f"{row.write / _GIGA:.2f}", Bar(fastest, 0, row.both, width=_BAR), "*" if row is recommended else "")
     return table
 
@@ -88,13 +88,6 @@ def _table(rows: Sequence[BenchRow], recommended: BenchRow) -> Table:
 def _as_json(row: BenchRow) -> dict[str, float]:
     return {"block_size": row.setting.block_bytes, "requests": row.setting.requests,
             "read_bytes_per_second": row.read, "write_bytes_per_second": row.write}
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"got {text!r}; give a size such as 512M, 1G or 4GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _seconds(text: str) -> float:
@@ -105,9 +98,3 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"got {text!r}; give a number of seconds above 0")
     return seconds
-
-
-def _short_size(size: int) -> str:
-    """Format a number of bytes as 1M or 1.5G, in powers of 1,024."""
-    unit = next((unit for unit in reversed(_UNITS) if size >= _UNITS[unit]), "")
-    return f"{size / _UNITS[unit]:g}{unit}"

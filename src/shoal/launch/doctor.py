@@ -25,6 +25,7 @@ from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
 from shoal.recording.page import Reading, read
 from shoal.resilience.processes import Process, process
+from shoal.sizes import format_bytes
 from shoal.version import __version__
 
 __all__ = ["add_arguments", "jobs", "last_page", "leave_page", "main", "page_of"]
@@ -91,14 +92,15 @@ def page_of(folder: Path, record: JobRecord, *, with_stacks: bool) -> str:
              f"agent {record.agent} {'runs' if process(record.agent) else 'has ended'}",
              f"command: {shlex.join(record.command)}", *_machine(folder), ""]
     readings = [read(str(folder / f"rank{local_rank}")) for local_rank in range(len(record.pids))]
-    lines += [f"{'rank':>4} {'pid':>8} {'state':<8} {'steps':>8} {'call':<12} {'for':>8} {'cpu s':>8} {'MB':>8}  waits for"]
+    lines += [f"{'rank':>4} {'pid':>8} {'state':<8} {'steps':>8} {'call':<12} {'for':>8} {'cpu s':>8} {'memory':>9}  "
+              "waits for"]
     for rank, pid, reading in zip(record.ranks, record.pids, readings, strict=True):
         lines.append(_row(rank, pid, reading, process(pid)))
     for rank, reading in zip(record.ranks, readings, strict=True):
         if reading is not None and reading.trail:
             lines.append(f"rank {rank} waited lately for: {'; '.join(sorted(set(reading.trail)))}")
     if copies := sorted(path for path in folder.glob(VAULT) if path.is_dir() and not path.name.startswith(".")):
-        lines.append("copies in memory: " + ", ".join(f"{path.name} ({_bytes(path) / 1e6:,.1f} MB)" for path in copies))
+        lines.append("copies in memory: " + ", ".join(f"{path.name} ({format_bytes(_bytes(path))})" for path in copies))
     for rank, pid, error_file in zip(record.ranks, record.pids, record.error_files, strict=True) if with_stacks else ():
         facts = process(pid)
         if facts is not None and facts.state != "Z":
@@ -109,23 +111,23 @@ def page_of(folder: Path, record: JobRecord, *, with_stacks: bool) -> str:
 
 def _machine(folder: Path) -> list[str]:
     memory = _meminfo()
-    return [f"host {socket.gethostname()}: memory {memory.get('MemAvailable', 0) / 1e3:,.0f} of "
-            f"{memory.get('MemTotal', 0) / 1e3:,.0f} MB available, {shutil.disk_usage(folder).free / 1e6:,.0f} MB free in "
-            f"{folder.parent}, {shutil.disk_usage('.').free / 1e6:,.0f} MB in {os.getcwd()}; load {os.getloadavg()[0]:.1f} "
-            f"on {os.cpu_count()} processors",
+    left, whole = (format_bytes(1024 * memory.get(name, 0)) for name in ("MemAvailable", "MemTotal"))
+    shared, disk = (format_bytes(shutil.disk_usage(place).free) for place in (folder, "."))
+    return [f"host {socket.gethostname()}: memory {left} of {whole} available, {shared} free in {folder.parent}, {disk} in "
+            f"{os.getcwd()}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors",
             f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, Shoal {__version__}"]
 
 
 def _row(rank: int, pid: int, reading: Reading | None, facts: Process | None) -> str:
     states = {"R": "runs", "S": "sleeps", "D": "disk", "T": "stopped", "t": "traced", "Z": "ended"}
     state = "ended" if facts is None else states.get(facts.state, facts.state)
-    cpu, resident = (0.0, 0.0) if facts is None else (facts.cpu, _resident(pid) / 1e6)
+    cpu, resident = (0.0, "") if facts is None else (facts.cpu, format_bytes(_resident(pid)))
     call, since, steps, waits = "(no engine)", "", "", ""
     if reading is not None:
         call, steps = reading.phase.name.lower().replace("_", " "), str(reading.steps)
         since = f"{time.monotonic() - reading.since:.1f} s"
         waits = f"{reading.waits_for}, {time.monotonic() - reading.waits_since:.1f} s" if reading.waits else ""
-    return f"{rank:>4} {pid:>8} {state:<8} {steps:>8} {call:<12} {since:>8} {cpu:>8.1f} {resident:>8.0f}  {waits}".rstrip()
+    return f"{rank:>4} {pid:>8} {state:<8} {steps:>8} {call:<12} {since:>8} {cpu:>8.1f} {resident:>9}  {waits}".rstrip()
 
 
 def _resident(pid: int) -> int:
@@ -136,7 +138,7 @@ def _resident(pid: int) -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    """Return the system's memory in units of 1,000 bytes (nearly: its kB are 1,024)."""
+    """Return the system's memory in KiB."""
     try:
         return {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
     except OSError:

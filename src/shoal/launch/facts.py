@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from shoal.sizes import format_bytes
 from shoal.version import __version__
 
 __all__ = ["Facts", "disagreements", "faults", "gather"]
@@ -65,10 +66,10 @@ def faults(host: str, facts: Facts, *, offset: float) -> Iterator[str]:
     if abs(offset) > CLOCK:
         yield f"{host}: the clock is {offset:+.1f} s off; set it by NTP (chronyc makestep), or logs and files will mislead"
     if facts.shared_memory < SHARED_MEMORY:
-        yield (f"{host}: /dev/shm has {facts.shared_memory >> 20} MiB free, and needs {SHARED_MEMORY >> 20}; free it, "
-               "or mount it larger (mount -o remount,size=2G /dev/shm; docker run --shm-size 2g)")
+        yield (f"{host}: /dev/shm has {format_bytes(facts.shared_memory)} free, and needs {format_bytes(SHARED_MEMORY)}; "
+               "free it, or mount it larger (mount -o remount,size=2G /dev/shm; docker run --shm-size 2g)")
     if facts.disk < DISK:
-        yield f"{host}: the disk of the working folder has {facts.disk >> 20} MiB free; make room for checkpoints"
+        yield f"{host}: the disk of the working folder has {format_bytes(facts.disk)} free; make room for checkpoints"
 
 
 def _minor(version: str) -> str:

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
+from shoal.sizes import format_bytes
+
 __all__ = ["KEPT", "Printer", "are_full", "print_status"]
 
 KEPT = 4 << 20
@@ -117,8 +119,8 @@ class Printer:
         waiting = self._waiting[text.source, text.stream]
         waiting.size -= text.size
         if not waiting.size and waiting.texts_left_out:
-            missing = (f"{text.source}shoal run: {waiting.texts_left_out:,} lines ({waiting.bytes_left_out / 1e6:,.1f} MB) "
-                       f"are left out here, for at most {KEPT >> 20} MiB of a rank wait for a reader of this output; "
+            missing = (f"{text.source}shoal run: {waiting.texts_left_out:,} lines ({format_bytes(waiting.bytes_left_out)}) "
+                       f"are left out here, for at most {format_bytes(KEPT)} of a rank wait for a reader of this output; "
                        f"{self._remedy}\n")
             waiting.texts_left_out = waiting.bytes_left_out = 0
             self._append(_Text(source=text.source, stream=text.stream, data=os.fsencode(missing)))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.recording.report import format_bytes
+from shoal.sizes import format_bytes
 from shoal.zero.placement import STAGES, state_bytes
 
 if TYPE_CHECKING:

@@ -8,23 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.recording.call import Key
 from shoal.recording.stats import CallStats, Lateness, Wait
+from shoal.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["bytes_table", "format_bytes", "lateness_table", "published", "stats_table"]
+__all__ = ["bytes_table", "lateness_table", "published", "stats_table"]
 
 _BAR = 30
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SUMS = ("count", "timed", "total_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
-
-
-def format_bytes(size: float) -> str:
-    """Return a size with its unit: 1536 is 1.5 KiB."""
-    power = 0
-    while size >= 1024 and power < len(_UNITS) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.4g} {_UNITS[power]}"
 
 
 def stats_table(rows: Sequence[CallStats], waits: Mapping[tuple[Key, int], Wait], rank: int) -> Table:

@@ -12,6 +12,7 @@ generation whose step all vaults have, and begins no generation before the last 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -26,6 +27,7 @@ from shoal.checkpoint.folder import files_here, load_index, locate
 from shoal.checkpoint.index import INDEX, parse
 from shoal.errors import CheckpointError, VaultTooLarge
 from shoal.log import logger
+from shoal.sizes import format_bytes
 from shoal.tier.memory_left import memory_left
 from shoal.transport.collectives import Communicator
 
@@ -129,7 +131,8 @@ class Vault:
                 shutil.rmtree(self._staged, ignore_errors=True)  # of ranks that have ended
             self._ranks.gather_objects(None)  # no rank makes a file before those are gone
             rank = self._ranks.rank
-            self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, LinkedStaging(self._staged / str(rank), rank))
+            self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, LinkedStaging(self._staged / str(rank), rank),
+                                  log_level=logging.DEBUG)  # one each `every` steps
         return self._writer
 
     def wait_until_ended(self) -> None:
@@ -232,14 +235,14 @@ class Vault:
     def _log(self, size: VaultBytes) -> None:
         """Log the memory and the traffic of this vault. A collective call."""
         needed = max(self._ranks.gather_objects(size.needed))
-        shown = f"{needed / 1e6:,.1f} MB on a node ({GENERATIONS} generations, and the next)"
+        shown = f"{format_bytes(needed)} on a node ({GENERATIONS} generations, and the next)"
         if self._ranks.rank == 0 and self._nodes.count == 1:
             logger.info("resilience.vault: %s of memory, a copy every %d steps, nothing sent to other nodes. All ranks are "
                         "on one node: to survive its loss, save checkpoints elsewhere", shown, self.every)
         elif self._ranks.rank == 0:
-            logger.info("resilience.vault: %s of memory, a copy every %d steps; each of the %d nodes sends its %.1f MB of a "
+            logger.info("resilience.vault: %s of memory, a copy every %d steps; each of the %d nodes sends its %s of a "
                         "copy to the next, so that one node can be lost", shown, self.every, self._nodes.count,
-                        size.own / 1e6)
+                        format_bytes(size.own))
 
     def _check_room(self, coming: int) -> None:
         """Raise `VaultTooLarge` on every rank if a node has no room for all vaults. A collective call."""
@@ -276,9 +279,9 @@ class _Room:
         """Return the error of a node that has too little; `memory` is the file system of the vaults."""
         remedy = ("give the machine or the container more memory" if self.of_machine else
                   f"enlarge {memory} (mount -o remount,size=SIZE {memory}; docker run --shm-size SIZE)")
-        size = f"{self.needed / 1e6:,.1f} MB of memory"
+        size = f"{format_bytes(self.needed)} of memory"
         of_each = f"{GENERATIONS} generations, and the next" + (f", of {self.engines} engines" if self.engines > 1 else "")
-        return (f"resilience.vault: {self.where} has {self.free / 1e6:,.1f} MB free, and copies need {size} on this node "
+        return (f"resilience.vault: {self.where} has {format_bytes(self.free)} free, and copies need {size} on this node "
                 f"({of_each}). Another `every` needs as much, and fewer generations cannot be "
                 f"chosen: {remedy}, put less state on a node (more nodes, a smaller model), or remove resilience.vault and "
                 f"save checkpoints")

@@ -13,6 +13,7 @@ from pathlib import Path
 import shoal
 from shoal.compat.deepspeed import __version__
 from shoal.device import device_names
+from shoal.sizes import format_bytes
 
 __all__ = ["cli_main", "debug_report", "main", "op_report", "parse_arguments"]
 
@@ -65,13 +66,9 @@ def debug_report() -> None:
         ("CUDA of torch", torch.version.cuda or "none"),
         ("devices", ", ".join(devices)),
         ("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"),
-        ("memory", _gib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))),
-        ("/dev/shm", "none" if shared is None else f"{_gib(shared.total)}, {_gib(shared.free)} free"),
+        ("memory", format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))),
+        ("/dev/shm", "none" if shared is None else f"{format_bytes(shared.total)}, {format_bytes(shared.free)} free"),
     ])
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> None:
