@@ -215,6 +215,8 @@ def test_a_run_warns_of_what_its_hosts_lack(capfd: pytest.CaptureFixture[str], t
 
 def test_filters_and_counts_keep_the_order_of_the_hosts() -> None:
     assert hostfile.included(HOSTS, "b:2,0@a") == [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 2))]
+    for alone in ("b@b:1", "b:1@b", "b:1@b@b:2"):
+        assert hostfile.included(HOSTS, alone) == [Host(name="b", slots=(0, 1, 2))], "a name alone is all its slots"
     assert hostfile.excluded(HOSTS, "a@b:1") == [Host(name="b", slots=(0, 2))]
     assert hostfile.first(HOSTS, 1, 1) == HOSTS[:1]
     assert hostfile.first(HOSTS, 1, 9) == HOSTS
