@@ -56,22 +56,24 @@ def test_leaving_the_guardian_succeeds_if_it_was_killed():
     remove_abandoned()
 
 
-def test_the_next_launch_removes_what_a_launch_and_its_guardian_left():
+def test_the_next_launch_removes_what_a_launch_and_its_guardian_left(tmp_path):
+    temporary = tmp_path / "shoal-run-test"
+    (temporary / "logs").mkdir(parents=True)
     code = ("import os, signal; from shoal.launch.orphans import Guardian\n"
-            "guardian = Guardian('test-both', '/nonexistent'); guardian.__enter__(); print(guardian.pid, flush=True)\n"
+            f"guardian = Guardian('test-both', {str(temporary)!r}); guardian.__enter__(); print(guardian.pid, flush=True)\n"
             "signal.pause()")
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     guardian, folder = int(process.stdout.readline()), Path(memory_folder("test-both"))
     remove_abandoned()
-    assert folder.is_dir() and not is_abandoned(folder)
+    assert folder.is_dir() and not is_abandoned(folder) and temporary.is_dir()
     for pid in (guardian, process.pid):
         os.kill(pid, signal.SIGKILL)
     process.communicate()
     wait(guardian, time.monotonic() + 60)
     assert is_abandoned(folder)
     with Guardian("test-next", "/nonexistent"):
-        assert not folder.exists()
+        assert not folder.exists() and not temporary.exists()
     remove_abandoned()
     assert not Path(memory_folder("test-next")).exists()
 

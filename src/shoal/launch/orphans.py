@@ -9,7 +9,7 @@ Three mechanisms cover all cases:
 - A guardian process, forked before the first rank, then sweeps the processes with the mark that those ranks had started.
 
 The launcher and its guardian hold a lock on the launch's folder in memory. Where both are killed, the lock is free, and the
-next launch removes the folder.
+next launch removes the folder, and the temporary folder that the lock's file names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PR_SET_CHILD_SUBREAPER = 36
 MARK = "SHOAL_LAUNCH"
 """The environment variable that holds a launch's mark."""
 LOCK = "lock"
-"""The file in the folder in memory on which the launch holds a lock."""
+"""The file in the folder in memory on which the launch holds a lock. It has the path of the launch's temporary folder."""
 LAST_PAGE = 10.0
 """Seconds that a process which ends gives its last page to be written: a disk of the network may never answer."""
 UNKILLABLE = 5.0
@@ -84,14 +84,18 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders in memory of launches that have been killed, with their guardians."""
+    """Remove the folders of launches that have been killed, with their guardians."""
     for folder in Path(memory_folder("")).parent.glob("shoal-*"):
         if is_abandoned(folder):
+            with suppress(OSError):
+                lock = folder / LOCK
+                if lock.stat().st_uid == os.geteuid():  # another user may have written anything into it
+                    shutil.rmtree(os.fsdecode(lock.read_bytes()), ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _locked_folder(mark: str) -> int:
-    """Make the folder in memory of a launch, and return the descriptor that holds its lock.
+def _locked_folder(mark: str, temporary: str) -> int:
+    """Make the folder in memory of a launch, and return the descriptor that holds its lock, in a file that has `temporary`.
 
     Raises `LaunchError` where the folder cannot be made.
     """
@@ -101,6 +105,8 @@ def _locked_folder(mark: str) -> int:
         folder.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(OSError):  # a full file system: the temporary folder is then left
+            os.write(descriptor, os.fsencode(os.path.abspath(temporary)))
         draft.rename(folder / LOCK)  # whoever finds it finds it locked
     except OSError as error:
         raise LaunchError(f"{socket.gethostname()}: {folder}, the folder in memory of this launch, cannot be made: "
@@ -205,7 +211,7 @@ class Guardian:
 
     def __enter__(self) -> Self:
         remove_abandoned()
-        self._lock = _locked_folder(self.mark)  # the child shares the lock, other processes close it as they start
+        self._lock = _locked_folder(self.mark, self.folder)  # the child shares it, other processes close it as they start
         read_end, self._pipe = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
