@@ -109,7 +109,7 @@ def _resumed(kind: str, stage: int, folder: str) -> list[float]:
     return losses + _losses(resumed, _batches()[4:])
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning", "ignore:.torch.jit")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +173,7 @@ def _made_in_inference_mode() -> nn.Module:
         return nn.Linear(4, 4)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(("make", "error"), [
     (lambda: torch.jit.script(_layers()), "initialize: model is a RecursiveScriptModule, which takes no hooks; pass the"),
     (_loaded, "initialize: parameter 'inner.0.0.weight' is a Tensor, as those of a module that torch.jit.load returns"),
@@ -185,7 +185,7 @@ def test_what_no_engine_can_train_is_named(make: object, error: str) -> None:
         _engine(make(), 0)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("section", [{"recompute": "full"}, {"budget": "1MB"}])
 def test_recompute_refuses_blocks_with_torchscript(section: dict[str, str]) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), torch.jit.script(_layers())) for _ in range(2)])
