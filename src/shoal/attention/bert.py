@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.attention.arguments import check_tensor, whole_number
-from shoal.attention.hugging_face import Sparsity, TakesAttention, use_sparse_attention
+from shoal.attention.hugging_face import Sparsity, is_model, use_sparse_attention
 from shoal.attention.self_attention import BertSparseSelfAttention, value_of
 from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
 from shoal.errors import ConfigError, NotServed
@@ -141,9 +141,10 @@ class _SelfOfLayer(BertSparseSelfAttention):
 
 def _parts(model: nn.Module, name: str) -> tuple[Any, Any, int]:
     """Return the configuration and the embeddings of a BERT or RoBERTa, and the number of its reserved positions."""
-    if not isinstance(model, TakesAttention) or model.config.model_type not in _RESERVED:
+    children = dict(model.named_children())
+    if not is_model(model) or model.config.model_type not in _RESERVED:
         raise ConfigError(f"{name}: got a {type(model).__name__}; only BERT and RoBERTa of transformers are known here. For "
                           f"other models use shoal.attention.use_sparse_attention(model, sparsity)")
     kind: str = model.config.model_type
-    inner: Any = dict(model.named_children()).get(kind, model)  # a BertForMaskedLM has a BertModel
+    inner: Any = children.get(kind, model)  # a BertForMaskedLM has a BertModel
     return model.config, inner.embeddings, _RESERVED[kind]

@@ -25,10 +25,10 @@ the process that loads it registers a name of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeGuard
 from uuid import uuid4
 
 import torch
@@ -45,8 +45,8 @@ from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
 __all__ = ["NAME", "NameOfProcess", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole",
-           "check_continues", "check_model", "check_served", "models_in", "register", "register_attention",
-           "sparse_attention_in", "use_sparse_attention"]
+           "attention_kept", "check_continues", "check_served", "give_attention", "is_causal_in", "is_model", "models_in",
+           "register", "register_attention", "sparse_attention_in", "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 
@@ -54,13 +54,20 @@ Sparsity = SparsityConfig | SparseAttentionSettings | Mapping[str, Any]
 """A structure, or the JSON section that names one for any number of heads."""
 
 
-@runtime_checkable
 class TakesAttention(Protocol):
     """A model of Hugging Face transformers."""
 
     config: Any
 
     def set_attn_implementation(self, attn_implementation: Any) -> None: ...
+
+
+def is_model(module: object) -> TypeGuard[TakesAttention]:
+    """Whether `module` itself is a model of Hugging Face transformers.
+
+    Its class is asked: a wrapper, such as one of PEFT, passes on the attributes of the model within it.
+    """
+    return hasattr(type(module), "set_attn_implementation") and hasattr(module, "config")
 
 
 class NameOfProcess(str):
@@ -98,7 +105,7 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
                   dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                   position_bias: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
         check_served(NAME, module, others)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = is_causal_in(NAME, module, attention_mask) if is_causal is None else is_causal
         of_heads = structure.of(query.shape[1])
         operands = query, key, value
         slid = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-1] > key.shape[2]
@@ -132,21 +139,41 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 
 def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend = "auto", tensor_rank: int = 0) -> None:
-    """Let the attention of a Hugging Face `model` be block-sparse; weights and their names stay.
+    """Let the attention of a Hugging Face `model`, or of those in a module, be block-sparse; weights and their names stay.
 
     Copies and pickles of the model keep it. `save_pretrained` does not: transformers saves no attention implementation.
     `tensor_rank` counts ranks that have other heads, which drop other probabilities.
-    Raises UsageError for other models, and for those whose attention is not taken by the interface of transformers.
+    Raises UsageError for other models, NotServed for those whose attention this one cannot be; they keep their own.
     """
-    if not isinstance(model, TakesAttention):
-        raise UsageError(f"use_sparse_attention: {type(model).__name__} is no model of Hugging Face transformers; build its "
-                         f"layers with shoal.attention.attend or SparseSelfAttention")
+    found = [*models_in(model)] if isinstance(model, nn.Module) else []
+    if not found:
+        raise UsageError(f"use_sparse_attention: {type(model).__name__} is no model of Hugging Face transformers, and has "
+                         f"none in it; build its layers with shoal.attention.attend or SparseSelfAttention")
     name = _registered(dict(sparsity) if isinstance(sparsity, Mapping) else sparsity, backend, tensor_rank)
+    with attention_kept(found):
+        for each in found:
+            give_attention("use_sparse_attention", each, name)
+
+
+def give_attention(caller: str, model: TakesAttention, name: str) -> None:
+    """Let `model` take the attention that is registered under `name`. Raises NotServed for one that cannot."""
+    _check_model(caller, model)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
-        raise NotServed(f"use_sparse_attention: {type(model).__name__} computes its attention by itself, not by the "
+        raise NotServed(f"{caller}: {type(model).__name__} computes its attention by itself, not by the "
                         f"attention interface of transformers; take a model whose attn_implementation can be set")
-    check_model(NAME, model)
+
+
+@contextmanager
+def attention_kept(models: Iterable[TakesAttention]) -> Generator[None]:
+    """Give the models the attention back that they have now if the context raises."""
+    before = [(each, each.config._attn_implementation) for each in models]
+    try:
+        yield
+    except BaseException:
+        for each, name in before:
+            each.set_attn_implementation(name)
+        raise
 
 
 def _registered(sparsity: Sparsity, backend: Backend, tensor_rank: int) -> NameOfProcess:
@@ -163,23 +190,18 @@ def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings, *, 
     Settings without a mode change nothing. Warns where `model` has no such model: its script builds the attention.
     """
     found = [] if settings.mode is None else [*models_in(model)]
-    before = [(each, each.config._attn_implementation) for each in found]
     if settings.mode is not None and not found:
         warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "
                   f"is replaced: its script builds the attention, with shoal.attention.sparsity_config(section, heads)")
-    try:
+    with attention_kept(found):
         for each in found:
             use_sparse_attention(each, settings, tensor_rank=tensor_rank)
         yield
-    except BaseException:
-        for each, name in before:
-            each.set_attn_implementation(name)
-        raise
 
 
 def models_in(module: nn.Module) -> Iterator[TakesAttention]:
     """Yield the Hugging Face models in `module` that lie in no other."""
-    if isinstance(module, TakesAttention):
+    if is_model(module):
         yield module
     else:
         for child in module.children():
@@ -225,12 +247,31 @@ def check_served(name: str, module: nn.Module, others: Mapping[str, Any]) -> Non
         warn_once(f"{name}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
 
 
-def check_model(name: str, model: object) -> None:
-    """Raise NotServed for a Q-Former, whose cross attention no configuration declares and no module can be told by."""
-    for path, _ in model.named_modules() if isinstance(model, nn.Module) else ():
+def is_causal_in(name: str, module: nn.Module, mask: Tensor | None) -> bool:
+    """Return whether `module` hides later keys, which a mask of four dims says by itself.
+
+    Raises NotServed where neither tells: such a model gives a mask of four dims to every other attention.
+    """
+    if (causal := getattr(module, "is_causal", None)) is not None:
+        return causal
+    if mask is None or mask.dim() != 4:
+        raise NotServed(f"{name}: {type(module).__name__} does not say whether it is causal; set is_causal to True or False "
+                        f"on the model's modules of this class, or choose attn_implementation='eager' for this model")
+    return False
+
+
+def _check_model(caller: str, model: object) -> None:
+    """Raise NotServed for models that no call of their attention can be told by.
+
+    A Q-Former has cross attention that no configuration declares, and Doge reads a mask of four dims before the call.
+    """
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if path.rpartition(".")[2] == "crossattention":
-            raise NotServed(f"{name}: {type(model).__name__} has cross attention ({path}), and a layout is of one sequence; "
-                            f"choose attn_implementation='sdpa' for this model")
+            raise NotServed(f"{caller}: {type(model).__name__} has cross attention ({path}), and a layout is of one "
+                            f"sequence; choose attn_implementation='sdpa' for this model")
+        if hasattr(type(module), "prepare_dynamic_mask"):
+            raise NotServed(f"{caller}: {type(module).__name__} chooses the keys of each query itself ({path}); choose "
+                            f"attn_implementation='eager' for this model")
 
 
 def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> None:
@@ -262,8 +303,9 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         full = end == kv_length and padding.device == HOST and bool(padding.all())  # on a device, to look would wait
         return None if full else padding
     if q_length > 1:
-        warn_once(f"{NAME}: this model masks more than padding (packed sequences, or a sliding window of its own): a mask "
-                  f"of length x length is made, whose memory grows with the square")
+        warn_once(f"{NAME}: this model masks more than padding (packed sequences, a sliding window of its own, or position "
+                  f"ids without an attention mask in torch.compile, which cannot see that nothing is packed: give the "
+                  f"attention mask): a mask of length x length is made, whose memory grows with the square")
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_offset + kv_length,
                                    q_offset=q_offset, kv_offset=0, mask_function=mask_function,

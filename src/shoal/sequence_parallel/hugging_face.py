@@ -26,9 +26,11 @@ from shoal.attention.hugging_face import (
     TakesAttention,
     attend_cached,
     attend_whole,
+    attention_kept,
     check_continues,
-    check_model,
     check_served,
+    give_attention,
+    is_causal_in,
     models_in,
     register_attention,
 )
@@ -51,30 +53,31 @@ _POOLING = ("ForMultipleChoice", "ForNextSentencePrediction", "ForSequenceClassi
 def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity | None = None, *,
                            exchange: Exchange = "auto", backend: Backend = "auto", tensor_rank: int = 0,
                            split_in_eval: bool = True, whole_loss: bool = True) -> None:
-    """Let the attention of a Hugging Face `model` be over sequences that the ranks of `axis` have parts of.
+    """Let the attention of a Hugging Face `model`, or of those in a module, be over sequences that ranks have parts of.
 
     `sparsity` is the structure of the whole sequence, dense without it. `tensor_rank` counts ranks that have other heads.
     `split_in_eval` False: modules in eval mode are given whole sequences, and generate over a cache. `whole_loss` False:
     the loss that the model computes stays that of its part, for scripts that join it.
-    Raises UsageError for other models, NotServed for those whose attention the interface of transformers does not take.
+    Raises UsageError for other models, NotServed for those whose attention this one cannot be; they keep their own.
     """
-    if not isinstance(model, TakesAttention):
-        raise UsageError(f"use_sequence_attention: {type(model).__name__} is no model of Hugging Face transformers; build "
-                         f"its layers with shoal.sequence_parallel.attend_sequence")
-    if type(model).__name__.endswith(_POOLING):
-        raise NotServed(f"use_sequence_attention: {type(model).__name__} pools one position of the sequence, which one rank "
-                        f"has; split the model without its head, and compute the loss on the rank that has the position")
+    found = [*models_in(model)] if isinstance(model, nn.Module) else []
+    if not found:
+        raise UsageError(f"use_sequence_attention: {type(model).__name__} is no model of Hugging Face transformers, and has "
+                         f"none in it; build its layers with shoal.sequence_parallel.attend_sequence")
+    for each in found:
+        if type(each).__name__.endswith(_POOLING):
+            raise NotServed(f"use_sequence_attention: {type(each).__name__} pools one position of the sequence, which one "
+                            f"rank has; split the model without its head, and compute the loss on the rank that has the "
+                            f"position")
     name = NameOfProcess(_NAME, _refused)
     register_sequence_attention(name, SequenceAttention(
         axis, None if sparsity is None else Structures(sparsity), exchange=exchange, backend=backend,
         tensor_rank=tensor_rank, split_in_eval=split_in_eval))
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
-        raise NotServed(f"use_sequence_attention: {type(model).__name__} computes its attention by itself, not by the "
-                        f"attention interface of transformers; take a model whose attn_implementation can be set")
-    check_model(_NAME, model)
-    if whole_loss:
-        _set_loss(model, axis)
+    with attention_kept(found):
+        for each in found:
+            give_attention("use_sequence_attention", each, name)
+            if whole_loss:
+                _set_loss(each, axis)
 
 
 def padding_of(module: nn.Module) -> tuple[int, Positions]:
@@ -122,7 +125,7 @@ class SequenceAttention:
                  **others: Any) -> tuple[Tensor, None]:
         """Return this rank's rows (batch, n, heads, dim), and no weights."""
         check_served(_NAME, module, others)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = is_causal_in(_NAME, module, attention_mask) if is_causal is None else is_causal
         if not self._split_in_eval and not module.training:
             output = self._of_whole(module, query, key, value, attention_mask, others.get("position_bias"), scale=scaling,
                                     causal=causal, dropout=dropout)
@@ -164,18 +167,13 @@ def sequence_attention_in(model: nn.Module, axis: SequenceAxis, settings: Sparse
                           tensor_rank: int) -> Generator[None]:
     """Let the Hugging Face models in `model` attend to whole sequences; take it back if the context raises."""
     found = [each for each in models_in(model) if settings.mode is not None or not _has_sequence_attention(each)]
-    before = [(each, each.config._attn_implementation) for each in found]
     if settings.mode is not None and not found:
         warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "
                   f"is replaced: its script builds the attention, with shoal.sequence_parallel.attend_sequence")
-    try:
+    with attention_kept(found):
         for each in found:
             use_sequence_attention(each, axis, None if settings.mode is None else settings, tensor_rank=tensor_rank)
         yield
-    except BaseException:
-        for each, name in before:
-            each.set_attn_implementation(name)
-        raise
 
 
 def _set_loss(model: Any, axis: SequenceAxis) -> None:
@@ -218,6 +216,7 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
     if mask_function not in (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
         raise NotServed(f"{_NAME}: this model masks more than padding (packed sequences, or a sliding window of its own), "
                         f"whose rows are on other ranks; pad instead of packing, and give windows as a structure "
-                        f"(local_sliding_window)")
+                        f"(local_sliding_window). In torch.compile, which cannot see that nothing is packed, give the model "
+                        f"an attention_mask")
     # A view, so that layers join it once for each forward: a script may write to its mask between them
     return None if attention_mask is None else attention_mask.view_as(attention_mask)
