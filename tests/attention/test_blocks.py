@@ -37,6 +37,16 @@ def test_blocks_keep_their_layout_when_the_caller_writes_to_it() -> None:
     assert Blocks.of(layout, 16).visited == 25
 
 
+def test_blocks_take_memory_for_what_is_visited_alone() -> None:
+    layout = torch.eye(2000, dtype=torch.bool)[None]
+    layout[0, :, 0] = True
+    blocks = Blocks.of(layout, 16)
+    held = [*vars(blocks).values(), *vars(blocks.lower).values()]
+    assert max(each.nbytes for each in held if isinstance(each, Tensor)) <= 8 * 4001
+    assert torch.equal(blocks.layout, layout)
+    assert torch.equal(blocks.layout_of_rows(range(7, 9)), layout[:, 7:9])
+
+
 @contextmanager
 def switching_often() -> Generator[None]:
     """Have Python switch threads after a microsecond."""

@@ -25,7 +25,7 @@ from shoal.attention import (
     register,
     use_sparse_attention,
 )
-from shoal.attention.hugging_face import check_served
+from shoal.attention.hugging_face import check_served, models_in
 from shoal.errors import NotServed, UsageError
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -463,12 +463,75 @@ def test_a_decoder_that_never_calls_its_cross_attention_is_served() -> None:
 
 def test_cross_attention_that_no_configuration_declares_is_refused() -> None:
     former = transformers.Blip2QFormerModel(transformers.Blip2QFormerConfig(**ENCODER, encoder_hidden_size=32))
+    before = former.config._attn_implementation
     with pytest.raises(NotServed, match=r"Blip2QFormerModel has cross attention \(encoder.layer.0.crossattention\)"):
         use_sparse_attention(former, WINDOW)
+    assert former.config._attn_implementation == before, "a model that is refused keeps its attention"
     register(WINDOW)
     former.set_attn_implementation("shoal_sparse")
     with pytest.raises(NotServed, match="has 8 queries and 20 keys, and is not causal: cross attention or a prefix"):
         former(query_embeds=torch.zeros(1, 8, 32), encoder_hidden_states=torch.zeros(1, 20, 32))
+
+
+def test_a_model_that_chooses_keys_itself_is_refused() -> None:
+    config = transformers.DogeConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, head_dim=8)
+    with pytest.raises(NotServed, match=r"DogeAttention chooses the keys of each query itself \(layers.0.self_attn\)"):
+        use_sparse_attention(transformers.DogeModel(config), WINDOW)
+
+
+def test_no_attention_is_taken_for_causal_that_does_not_say_so() -> None:
+    model = transformers.ClapTextModel(transformers.ClapTextConfig(**ENCODER)).eval()
+    ids, mask = tokens(48), padding(48, left=False)
+    expected = model(input_ids=ids, attention_mask=mask)[0]
+    got = sparse(model, DenseSparsityConfig(4, 16))
+    for each in (None, mask):
+        with pytest.raises(NotServed, match=r"ClapTextSelfAttention does not say whether it is causal; set is_causal"):
+            got(input_ids=ids, attention_mask=each)
+    for module in got.modules():
+        if type(module).__name__ == "ClapTextSelfAttention":
+            module.is_causal = False
+    close([got(input_ids=ids, attention_mask=mask)[0][mask.bool()]], [expected[mask.bool()]])
+
+
+class Wrapper(torch.nn.Module):
+    """A module that passes on the attributes of the model within it, as PEFT's do."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+
+def test_the_model_within_a_wrapper_takes_the_attention() -> None:
+    model = build("llama")
+    assert [*models_in(Wrapper(model))] == [*models_in(torch.nn.DataParallel(model))] == [model]
+    expected = sparse(model, WINDOW)(input_ids=tokens(64)).logits
+    use_sparse_attention(Wrapper(model), WINDOW)
+    close([model(input_ids=tokens(64)).logits], [expected])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_compiled_model_makes_its_layouts_outside_of_graphs() -> None:
+    torch._dynamo.reset()
+    model = build("llama")
+    mask = padding(100, left=True)
+    for structure in (BigBirdSparsityConfig(4, 16), Custom(4, 16)):
+        changed = sparse(model, structure)
+        compiled = torch.compile(changed, backend="aot_eager")(input_ids=tokens(100), attention_mask=mask, use_cache=False)
+        real = mask.bool()
+        close([compiled.logits[real]], [changed(input_ids=tokens(100), attention_mask=mask).logits[real]])
+
+
+class Custom(SparsityConfig):
+    """A structure of one's own."""
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        return torch.ones(self.num_heads, seq_len // self.block, seq_len // self.block).tril()
 
 
 @pytest.mark.parametrize("name", ["block_indices", "indices", "s_aux", "sinks", "softcap"])

@@ -117,6 +117,38 @@ def test_what_cannot_be_split_is_refused() -> None:
         assert text in said
 
 
+class Wrapper(torch.nn.Module):
+    """A module that passes on the attributes of the model within it, as PEFT's do."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.base_model(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+
+def of_a_wrapper(ranks: int) -> float:
+    config = {"train_micro_batch_size_per_gpu": 2, "timeout": 60, "mesh": {"sequence": ranks},
+              "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = shoal.initialize(model=Wrapper(model_of("llama")), config=config)[0]
+    whole = batch(0, False)
+    whole["labels"][:, :70] = -100  # the first of two ranks has no labels at all
+    part = engine.split_sequence(whole, multiple=16) if ranks > 1 else whole
+    return engine(**part, use_cache=False).loss.item()
+
+
+def test_the_loss_of_a_wrapped_model_is_of_the_whole_sequence() -> None:
+    (expected,) = run_ranks(1, of_a_wrapper, 1)
+    assert run_ranks(2, of_a_wrapper, 2) == [pytest.approx(expected, rel=2e-5)] * 2
+
+
 def loaded() -> str:
     model = model_of("bert")
     use_sequence_attention(model, SequenceAxis(dist.group.WORLD))

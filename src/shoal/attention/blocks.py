@@ -1,24 +1,36 @@
 """The blocks that a layout visits, as compressed rows.
 
 A layout is a tensor (heads, query blocks, key blocks) of 0 and 1. Where all heads have one layout, one head is stored.
-Blocks are cached by the content of the layout, not by its length: two layouts of one length never share an entry.
+Blocks are cached by the content of the layout, not by its length: two layouts of one length never share an entry. The layout
+itself is not kept: it has a byte for each block, visited or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from typing import ParamSpec, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.attention.arguments import check_tensor, whole_number
 from shoal.errors import UsageError
 
-__all__ = ["Blocks"]
+__all__ = ["Blocks", "outside_graphs"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CACHED = 64
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Let torch.compile end its graph before `function`, which reads the values of a layout."""
+    return cast("Callable[P, T]", torch.compiler.disable(
+        function, reason="layouts of block-sparse attention are made outside graphs of torch.compile; call the module once "
+                         "without it, or ask for the blocks before"))
 
 
 def _is_binary(layout: Tensor, visited: Tensor) -> bool:
@@ -50,16 +62,18 @@ class Blocks:
         self.heads, self.row_blocks, self.column_blocks = layout.shape
         self.block = block
         found = layout.flatten(0, 1).nonzero()
-        counts = layout.flatten(0, 1).sum(-1, dtype=torch.int64)
+        counts = torch.bincount(found[:, 0], minlength=self.heads * self.row_blocks)
         self.starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         self.columns = found[:, 1].to(torch.int32)
-        self.layout = layout
+        self.rows = found[:, 0].contiguous()
+        """The row of blocks of each visited block, counted over all stored heads: (visited,) int64."""
         self.row_places = None if row_places is None else row_places.flatten().to(torch.int32)
         self.column_places = None
         if column_places is not None:
             self.column_places = column_places[found[:, 0] // self.row_blocks, found[:, 1]].to(torch.int32)
 
     @staticmethod
+    @outside_graphs
     def of(layout: Tensor, block: int) -> Blocks:
         """Return the blocks of `layout` (heads, query blocks, key blocks), whose entries are 0 or 1.
 
@@ -82,7 +96,7 @@ class Blocks:
                              f"got values from {layout.min().item()} to {layout.max().item()}")
         if layout.shape[0] > 1 and bool((small == small[:1]).all()):
             small = small[:1]
-        return _of_content(tuple(small.shape), block, small.numpy().tobytes())
+        return _of_content(_Content(small, block))
 
     @staticmethod
     def dense(length: int, kv_length: int, block: int) -> Blocks:
@@ -111,7 +125,25 @@ class Blocks:
     @property
     def density(self) -> float:
         """The share of all blocks that is visited."""
-        return self.visited / self.layout.numel()
+        return self.visited / (self.heads * self.row_blocks * self.column_blocks)
+
+    @property
+    def layout(self) -> Tensor:
+        """The layout (heads, query blocks, key blocks) of bool, made anew: its memory is a byte for each block."""
+        layout = torch.zeros(self.heads, self.row_blocks, self.column_blocks, dtype=torch.bool, device="cpu")
+        layout.flatten(0, 1)[self.rows, self.columns.long()] = True  # operators that a graph of torch.compile can have
+        return layout
+
+    def layout_of_rows(self, rows: range) -> Tensor:
+        """Return some rows of blocks of `layout`: (heads, rows, key blocks) bool."""
+        layout = torch.zeros(self.heads, len(rows), self.column_blocks, dtype=torch.bool, device="cpu")
+        firsts = range(rows.start, self.heads * self.row_blocks, self.row_blocks)
+        ends = [(int(self.starts[first]), int(self.starts[first + len(rows)])) for first in firsts]
+        columns = torch.cat([self.columns[begin:end] for begin, end in ends])
+        counts = self.starts.diff().view(self.heads, -1)[:, rows.start:rows.stop].flatten()
+        numbers = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+        layout.flatten(0, 1)[numbers, columns.long()] = True
+        return layout
 
     @cached_property
     def row_positions(self) -> Tensor:
@@ -132,7 +164,7 @@ class Blocks:
         kept = (self.columns if self.column_places is None else self.column_places) <= self.row_places[self.rows]
         if bool(kept.all()):
             return self
-        layout = torch.zeros_like(self.layout)
+        layout = torch.zeros(self.heads, self.row_blocks, self.column_blocks, dtype=torch.bool, device="cpu")
         layout.flatten(0, 1)[self.rows[kept], self.columns[kept].long()] = True
         lower = Blocks(layout, self.block, row_places=self.row_places)
         lower.column_places = None if self.column_places is None else self.column_places[kept]
@@ -147,33 +179,55 @@ class Blocks:
         return self if whole else _part(self, rows, columns)
 
     @cached_property
-    def rows(self) -> Tensor:
-        """The row of blocks of each visited block, counted over all stored heads: (visited,) int64."""
-        return torch.repeat_interleave(torch.arange(self.heads * self.row_blocks, device="cpu"), self.starts.diff())
-
-    @cached_property
     def digest(self) -> str:
         """A few characters that tell layouts apart, equal on every rank that has this one."""
-        content = self.layout.contiguous().numpy().tobytes() + repr((self.layout.shape, self.block)).encode()
-        return blake2b(content, digest_size=6).hexdigest()
+        made = blake2b(repr((self.heads, self.row_blocks, self.column_blocks, self.block)).encode(), digest_size=6)
+        for part in (self.starts, self.columns):
+            made.update(part.numpy().data)
+        return made.hexdigest()
 
     def of_heads(self, heads: range) -> Blocks:
         """Return the layout of some of the heads."""
-        return self if self.heads == 1 else Blocks.of(self.layout[heads.start:heads.stop], self.block)
+        if self.heads == 1:
+            return self
+        return Blocks.of(self.layout[heads.start:heads.stop], self.block)
 
     def __repr__(self) -> str:
         return (f"Blocks({self.heads} heads, {self.length} x {self.kv_length}, block {self.block}, {self.visited} visited: "
                 f"{self.density:.1%})")
 
 
+class _Content:
+    """A layout of bool as the key of a cache, equal to one of the same shape, block and content.
+
+    A cache keeps its keys: the layout goes to whoever takes it.
+    """
+
+    def __init__(self, layout: Tensor, block: int) -> None:
+        self.block = block
+        self._layout: Tensor | None = layout
+        self._identity = tuple(layout.shape), block, blake2b(layout.contiguous().numpy().data, digest_size=32).digest()
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Content) and self._identity == other._identity
+
+    def take(self) -> Tensor:
+        """Return the layout, once."""
+        layout, self._layout = self._layout, None
+        assert layout is not None
+        return layout
+
+
 @lru_cache(maxsize=_CACHED)
-def _of_content(shape: tuple[int, ...], block: int, content: bytes) -> Blocks:
-    """Return the blocks of a layout of bool, given its bytes: the caller may write to its tensor afterwards."""
-    return Blocks(torch.from_numpy(np.frombuffer(content, np.bool_).copy()).view(shape), block)
+def _of_content(content: _Content) -> Blocks:
+    return Blocks(content.take(), content.block)
 
 
 @lru_cache(maxsize=_CACHED)
 def _part(blocks: Blocks, rows: range, columns: range) -> Blocks:
     places = torch.arange(rows.start, rows.stop, device="cpu") - columns.start
-    layout = blocks.layout[:, rows.start:rows.stop, columns.start:columns.stop].contiguous()
+    layout = blocks.layout_of_rows(rows)[..., columns.start:columns.stop].contiguous()
     return Blocks(layout, blocks.block, row_places=places.repeat(blocks.heads))

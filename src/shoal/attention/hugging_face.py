@@ -417,7 +417,8 @@ def attend_cached(structure: SparsityConfig | None, query: Tensor, key: Tensor, 
     own = numbers[-queries:, None]
     seen = (numbers <= own if causal and (mask is None or mask.dim() == 2) else own >= 0)[None, None]
     if blocks is not None:
-        rows = blocks.layout[:, own[:, 0] // blocks.block].bool()  # heads, queries, blocks of keys
+        first, last = int(own[0]) // blocks.block, int(own[-1]) // blocks.block
+        rows = blocks.layout_of_rows(range(first, last + 1))[:, own[:, 0] // blocks.block - first]  # heads, queries, blocks
         chosen = numbers[rows.flatten(0, 1).any(0)[numbers // blocks.block]]
         seen = seen.expand(-1, -1, -1, len(numbers))[..., chosen - dropped] & rows[..., chosen // blocks.block]
         if len(chosen) < len(numbers):

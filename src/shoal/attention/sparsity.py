@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.attention.arguments import check_tensor, true_or_false
-from shoal.attention.blocks import Blocks
+from shoal.attention.blocks import Blocks, outside_graphs
 from shoal.errors import ConfigError, NotServed, UsageError
 
 __all__ = ["BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
@@ -81,6 +81,7 @@ class SparsityConfig:
             layout[1:] = layout[:1]
         return layout
 
+    @outside_graphs
     def blocks(self, seq_len: int, *, causal: bool = False) -> Blocks:
         """Return the visited blocks of `seq_len` positions: one object for one layout.
 
@@ -250,8 +251,12 @@ class _Structure(SparsityConfig):
         if found is None:
             if len(self._known) >= _KNOWN:
                 self._known.clear()  # in one operation: other threads may look up meanwhile
-            found = self._known[key] = Blocks.of(self._structure(seq_len, causal=causal), self.block)
+            found = self._known[key] = self._drawn(seq_len, causal=causal)
         return found
+
+    @outside_graphs
+    def _drawn(self, seq_len: int, *, causal: bool) -> Blocks:
+        return Blocks.of(self._structure(seq_len, causal=causal), self.block)
 
     def _structure(self, seq_len: int, *, causal: bool) -> Tensor:
         blocks = self._count(seq_len)
@@ -503,5 +508,4 @@ class LocalSlidingWindowSparsityConfig(_Structure):
 
 def _window(blocks: int, size: int) -> Tensor:
     """Return the blocks (blocks, blocks) that lie at most floor(size / 2) from the diagonal."""
-    position = torch.arange(blocks, device="cpu")
-    return (position[:, None] - position).abs() <= size // 2
+    return torch.ones(blocks, blocks, dtype=torch.bool, device="cpu").tril_(size // 2).triu_(-(size // 2))
