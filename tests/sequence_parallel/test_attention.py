@@ -334,6 +334,18 @@ def half_a_mask(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros()] * 3, axis, Blocks.dense(128, 128, 16), exchange="blocks", key_padding=torch.ones(1, 64))
 
 
+def seen_as_whole_numbers(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(length=25)] * 3, axis, key_padding=torch.ones(1, 50, dtype=torch.int64))
+
+
+def an_odd_mask_of_less(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(length=25)] * 3, axis, mask=torch.ones(49, 49, dtype=torch.bool))
+
+
+def an_odd_bias_of_less(rank: int, axis: SequenceAxis) -> None:
+    attend_sequence(*[zeros(length=25)] * 3, axis, bias=torch.zeros(49, 49))
+
+
 def a_list_as_bias(rank: int, axis: SequenceAxis) -> None:
     attend_sequence(*[zeros()] * 3, axis, bias=[[0.0]])  # pyright: ignore[reportArgumentType]
 
@@ -372,6 +384,9 @@ WRONG: dict[str, tuple[Callable[..., object], str]] = {
     "a list as bias": (a_list_as_bias, "attend_sequence: bias is a tensor of the whole sequence; got list"),
     "an array as key": (an_array_as_key, "attend_sequence: key is a tensor (batches, heads, length, dim); got ndarray"),
     "half a head": (half_a_head, "attend_sequence: first_head is the number of a head, from 0; got 0.5"),
+    "seen as whole numbers": (seen_as_whole_numbers, "key_padding has whole numbers above 0 (torch.int64), which mode"),
+    "odd mask of less": (an_odd_mask_of_less, "mask is (length, kv_length), here (50, 50); got (49, 49)"),
+    "odd bias of less": (an_odd_bias_of_less, "bias ends with (length, length), here (50, 50); got (49, 49)"),
     "half a mask": (half_a_mask, "key_padding is (batches, kv_length), here (1, 128); got (1, 64)"),
 }  # fmt: skip
 
@@ -394,6 +409,20 @@ def test_a_global_row_is_split_and_its_column_fetched_once() -> None:
     plans = [block_plan(blocks, 8, 8, rank, 4) for rank in range(4)]
     assert [plan.foreign for plan in plans] == [0, 1, 1, 1]  # the first row of all
     assert [plan.fetched for plan in plans] == [1, 3, 3, 2]  # neighbours, and the first column
+
+
+def with_whole_numbers() -> list[Tensor]:
+    axis = SequenceAxis(dist.group.WORLD)
+    query, key, value = torch.randn(3, 2, 2, 25, 16, generator=torch.Generator().manual_seed(axis.rank))
+    seen = torch.rand(2, 50, generator=torch.Generator().manual_seed(7)) < 0.7
+    return [attend_sequence(query, key, value, axis, key_padding=each)
+            for each in (seen, torch.where(seen, 0, -100000), torch.where(seen, 0.0, -torch.inf))]
+
+
+def test_padding_of_whole_numbers_hides_at_any_length() -> None:
+    for plain, *others in run_ranks(2, with_whole_numbers):
+        for other in others:
+            torch.testing.assert_close(other, plain)
 
 
 def no_heads(ranks: int) -> list[Tensor]:

@@ -28,7 +28,7 @@ from shoal.attention.attend import (
 )
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall
-from shoal.attention.masks import Mode, check_mode, key_padding_term
+from shoal.attention.masks import Mode, check_mode, key_padding_term, mask_term
 from shoal.device import HOST
 from shoal.errors import UsageError
 from shoal.sequence_parallel.axis import SequenceAxis
@@ -129,15 +129,21 @@ def _attend_whole(query: Tensor, key: Tensor, value: Tensor, *, blocks: Blocks |
                                               enable_gqa=query.shape[1] != key.shape[1])
     length = query.shape[2]
     missing = -length % _DENSE_BLOCK
-    if missing:
-        query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
-        mask, bias = (None if each is None else F.pad(each, (0, missing, 0, missing)) for each in (mask, bias))
+    if missing:  # what is wrong is said of the sizes that were given
+        if mask is not None:
+            mask = F.pad(mask_term("mask", mask, mask_mode, (length, length), query.device).tensor[0, 0],
+                         (0, missing, 0, missing))
+        if bias is not None:
+            if bias.shape[-2:] != (length, length):
+                raise UsageError(f"attend_sequence: bias ends with (length, length), here {(length, length)}; got "
+                                 f"{tuple(bias.shape)}")
+            bias = F.pad(bias, (0, missing, 0, missing))
         if key_padding is not None or not causal:
-            padding = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-            if key_padding is not None:
-                padding = key_padding
-            hides = 0.0 if padding.dtype == torch.bool or key_padding_mode == "mul" else -torch.inf
-            key_padding = F.pad(padding, (0, missing), value=hides)
+            padding = (torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device) if key_padding is None
+                       else key_padding)
+            term = mask_term("key_padding", padding, key_padding_mode, (query.shape[0], length), query.device)
+            key_padding = F.pad(term.tensor[:, 0, 0], (0, missing), value=0.0 if term.multiplies else -torch.inf)
+        query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
     output = run(query, key, value, Blocks.dense(length + missing, length + missing, _DENSE_BLOCK), key_padding=key_padding,
                  mask=mask, bias=bias)
     return output[:, :, :length]
