@@ -14,15 +14,19 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]  no public name
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]  no public name
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]  no public name
+)
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import NotServed
 
-__all__ = ["at_end_of_backward", "backward_liveness", "check_first_derivative", "differentiable_gradients", "graph_task",
-           "in_backward", "in_function_transform", "in_gradient_transform", "in_trace", "is_reached", "isolated",
-           "keeps_graph", "needs_operators", "run_backward", "saved_by_checkpoint", "storages", "weak_hook",
-           "without_autocast"]
+__all__ = ["KeepsResults", "at_end_of_backward", "backward_liveness", "check_first_derivative", "differentiable_gradients",
+           "graph_task", "in_backward", "in_function_transform", "in_gradient_transform", "in_trace", "is_reached",
+           "isolated", "keeps_graph", "kept_result", "needs_operators", "run_backward", "saved_by_checkpoint", "storages",
+           "weak_hook", "without_autocast"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -178,14 +182,33 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def check_first_derivative(what: str, instead: str) -> None:
-    """Raise `NotServed` in the backward of an autograd function, with create_graph=True.
+class KeepsResults(TorchDispatchMode):
+    """A mode that keeps what some computations return, so that one that runs again need not compute it."""
+
+    def of_kernel(self, compute: Callable[[], T]) -> T:
+        """Return what `compute` returns: a call of a kernel that is no operator of torch."""
+        raise NotImplementedError
+
+
+def kept_result(compute: Callable[[], T]) -> T:
+    """Return what `compute` returns, by the innermost mode that keeps results, if there is one."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, KeepsResults):
+            return mode.of_kernel(compute)
+    return compute()
+
+
+def check_first_derivative(what: str, instead: str, gradient: Tensor | None = None) -> None:
+    """Raise `NotServed` in the backward of an autograd function, with create_graph=True, or where `gradient` is several.
 
     torch's `once_differentiable` raises where the incoming gradient has a graph. Elsewhere, as at the end of a graph, it
     drops what depends on the saved tensors without a word. So it serves linear functions, whose backward needs none.
     """
     if torch.is_grad_enabled():
         raise NotServed(f"{what} has no second derivative, which create_graph=True asks for; {instead}")
+    if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+        raise NotServed(f"{what} has no backward of several gradients at once, which is_grads_batched=True asks for; "
+                        f"{instead}")
 
 
 def differentiable_gradients(function: Callable[..., Tensor], operands: Sequence[Tensor | None],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.attention import Blocks, attend
+from shoal.attention.call import AttentionCall
 from shoal.errors import UsageError
 from shoal.testing import run_ranks
 
@@ -217,3 +220,42 @@ def test_compiled_blocks_recompute_and_a_larger_graph_is_refused(section: dict[s
     for how in ("blocks", "engine"):
         assert run_ranks(1, _compiled, how, section)[0] == pytest.approx(plain, rel=1e-6)
     assert run_ranks(1, _compiled, "model", section) == [[]]
+
+
+class Attends(Block):
+    """A block whose attention is block-sparse and drops probabilities."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).view(1, 2, -1, WIDTH)
+        found = attend(heads, heads, heads, LAYOUT, dropout=0.3, backend="gather")
+        return x + self.down(found.reshape(*x.shape[:-1], -1))
+
+
+LAYOUT = Blocks.of(torch.eye(4, dtype=torch.bool)[None], 16)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_recompute_keeps_what_an_attention_kernel_returned(
+        recompute: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[AttentionCall] = []
+    module = sys.modules["shoal.attention.attend"]
+    kernels = module._TABLE["gather"]
+
+    def forward(call: AttentionCall, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(call)
+        return kernels.forward(call, *operands)
+
+    monkeypatch.setattr(module, "_TABLE", {"gather": kernels._replace(forward=forward)})
+    results: list[list[Tensor]] = []
+    for each in ("none", recompute):
+        calls.clear()
+        model = _model(Attends)
+        engine = _engine(model, {"recompute": each}, 0)
+        torch.manual_seed(3)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 64, WIDTH)).square().mean())
+            engine.step()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert len(calls) == 2 * BLOCKS * times
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)

@@ -1,4 +1,4 @@
-"""Hooks on saved tensors may give back the values in a tensor with other strides: the gradients stay the same."""
+"""What backward reads: hooks on saved tensors may give it back with other strides, and one gradient comes at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.attention import BigBirdSparsityConfig, attend
+from shoal.attention import BigBirdSparsityConfig, Blocks, attend
+from shoal.errors import NotServed
 
 LENGTH = 128
 
@@ -36,3 +37,18 @@ def test_saved_tensors_may_come_back_with_other_strides(backend: Any) -> None:
         computed = gradients()
     for got, wanted in zip(computed, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_several_gradients_at_once_are_refused_but_by_the_reference() -> None:
+    blocks = Blocks.dense(64, 64, 16)
+    gradients = torch.ones(3, 1, 2, 64, 16)
+    backends: tuple[Any, ...] = ("gather", "reference")
+    for backend in backends:
+        query = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        output = attend(query, query, query, blocks, backend=backend)
+        if backend == "reference":
+            found, = torch.autograd.grad(output, query, gradients, is_grads_batched=True)
+            assert found.shape == gradients.shape
+        else:
+            with pytest.raises(NotServed, match=r"no backward of several gradients at once.*take backend='reference'"):
+                torch.autograd.grad(output, query, gradients, is_grads_batched=True)

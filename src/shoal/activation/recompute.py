@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     _checkpoint_without_reentrant_generator as checkpoint_around,  # pyright: ignore[reportPrivateUsage]  no public one fits hooks
@@ -32,7 +31,7 @@ from torch.utils.checkpoint import _detach_helper  # pyright: ignore[reportPriva
 
 from shoal.activation.random_states import ReenteredContext
 from shoal.activation.replay import Replay
-from shoal.autograd import storages
+from shoal.autograd import KeepsResults, storages
 from shoal.errors import UsageError
 from shoal.log import warn_once
 from shoal.module_hooks import is_compiled
@@ -306,12 +305,22 @@ def is_kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not named.get("dropout_p")
 
 
-class _SelectiveMode(TorchDispatchMode):
+class _SelectiveMode(KeepsResults):
     """Counts the calls whose outputs are kept: those of a forward and of its recompute have the same numbers."""
 
     def __init__(self, outputs: _Outputs):
         super().__init__()
         self._outputs, self._calls = outputs, count()
+        self._in_kernel = False
+
+    @contextmanager
+    def _within_kernel(self) -> Generator[None]:
+        """Keep nothing of a kernel but its result."""
+        before, self._in_kernel = self._in_kernel, True
+        try:
+            yield
+        finally:
+            self._in_kernel = before
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -328,10 +337,19 @@ class _Keep(_SelectiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if self._in_kernel:
+            return output
         if is_kept(func, args, kwargs or {}) and not self._recomputes():
             self._outputs.keep(next(self._calls), output)
         elif func in _UNSAFE_VIEWS:
             self._outputs.watch(args[0], output)
+        return output
+
+    def of_kernel(self, compute: Callable[[], T]) -> T:
+        with self._within_kernel():
+            output = compute()
+        if not self._recomputes():
+            self._outputs.keep(next(self._calls), output)
         return output
 
 
@@ -339,8 +357,16 @@ class _Take(_SelectiveMode):
     """Takes the outputs of products that the forward kept, and computes the others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        output = self._outputs.take(next(self._calls)) if is_kept(func, args, kwargs or {}) else None
+        kept = not self._in_kernel and is_kept(func, args, kwargs or {})
+        output = self._outputs.take(next(self._calls)) if kept else None
         return func(*args, **(kwargs or {})) if output is None else output
+
+    def of_kernel(self, compute: Callable[[], T]) -> T:
+        output = self._outputs.take(next(self._calls))
+        if output is None:
+            with self._within_kernel():
+                output = compute()
+        return output
 
 
 _blocks: WeakKeyDictionary[nn.Module, _Block] = WeakKeyDictionary()

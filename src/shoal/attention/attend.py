@@ -35,7 +35,7 @@ from shoal.attention.arguments import check_tensor, in_memory, true_or_false, wh
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term, in_rows
 from shoal.attention.masks import Mode, any_hidden, check_mode, for_backward, hidden_blocks, mask_term
-from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated
+from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated, kept_result
 from shoal.device import HOST, has_triton, kept_for_stream
 from shoal.errors import UsageError
 from shoal.log import warn_once
@@ -150,7 +150,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, kernels: Kernels, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor,
                 bias: Tensor | None) -> Tensor:
         """Run the backend's forward; `bias` is the first of the call's terms."""
-        output, sums = kernels.forward(call, query, key, value)
+        output, sums = kept_result(lambda: kernels.forward(call, query, key, value))
         terms = tuple(term.tensor for term in call.terms)
         ctx.save_for_backward(query, key, value, output, sums, *terms)
         ctx.kernels, ctx.call, ctx.has_bias = kernels, replace(call, terms=()), bias is not None
@@ -161,7 +161,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backend's backward, and sum the scores' gradient to the shape of the bias."""
         check_first_derivative("block-sparse attention", "take backend='reference', which has all scores in memory; where "
-                               "layers were injected, call restore_transformer_layers(model)")
+                               "layers were injected, call restore_transformer_layers(model)", gradient)
         query, key, value, output, sums, *terms = ctx.saved_tensors
         call = replace(ctx.call, terms=tuple(Term(tensor=tensor, multiplies=multiplies)
                                                    for tensor, multiplies in zip(terms, ctx.multiplies, strict=True)))

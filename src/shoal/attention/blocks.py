@@ -96,7 +96,7 @@ class Blocks:
                              f"got values from {layout.min().item()} to {layout.max().item()}")
         if layout.shape[0] > 1 and bool((small == small[:1]).all()):
             small = small[:1]
-        return _of_content(_Content(small, block))
+        return _of_content(_LayoutKey(small, block))
 
     @staticmethod
     def dense(length: int, kv_length: int, block: int) -> Blocks:
@@ -197,7 +197,7 @@ class Blocks:
                 f"{self.density:.1%})")
 
 
-class _Content:
+class _LayoutKey:
     """A layout of bool as the key of a cache, equal to one of the same shape, block and content.
 
     A cache keeps its keys: the layout goes to whoever takes it.
@@ -212,7 +212,7 @@ class _Content:
         return hash(self._identity)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Content) and self._identity == other._identity
+        return isinstance(other, _LayoutKey) and self._identity == other._identity
 
     def take(self) -> Tensor:
         """Return the layout, once."""
@@ -222,8 +222,8 @@ class _Content:
 
 
 @lru_cache(maxsize=_CACHED)
-def _of_content(content: _Content) -> Blocks:
-    return Blocks(content.take(), content.block)
+def _of_content(key: _LayoutKey) -> Blocks:
+    return Blocks(key.take(), key.block)
 
 
 @lru_cache(maxsize=_CACHED)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.attention.attend import Kernels
 from shoal.attention.call import AttentionCall, Term
-from shoal.autograd import check_first_derivative
+from shoal.autograd import check_first_derivative, kept_result
 from shoal.sequence_parallel.axis import SequenceAxis
 from shoal.sequence_parallel.block_plan import BlockPlan
 from shoal.sequence_parallel.moves import RETURN, Moves, Operand, exchange, give_back
@@ -50,7 +50,7 @@ class AttendByBlocks(torch.autograd.Function):
         tensors = [key, value, *([query] if plan.splits else [])]
         results = exchange(of.axis, of.facts, _operands(tensors, plan, _tables(plan)))
         keys, values, queries = (*_joined(results, tensors), query)[:3]
-        output, sums = of.kernels.forward(of.call, queries, keys, values)
+        output, sums = kept_result(lambda: of.kernels.forward(of.call, queries, keys, values))
         rows = query.shape[2]
         if plan.splits:
             foreign = _cut(sums[..., None], plan.block), _cut(output, plan.block)
@@ -65,7 +65,8 @@ class AttendByBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Exchange what the split rows need, let the backend compute its backward, and give back what is of others."""
-        check_first_derivative("attention over the ranks of a sequence", "compute it on one rank with backend='reference'")
+        check_first_derivative("attention over the ranks of a sequence", "compute it on one rank with backend='reference'",
+                               gradient)
         of: BlockExchangeCall = ctx.of
         queries, keys, values, output, sums, *terms = ctx.saved_tensors
         plan, rows = of.plan, gradient.shape[2]
