@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, is_legacy_batchedtensor
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import (
@@ -206,7 +206,7 @@ def check_first_derivative(what: str, instead: str, gradient: Tensor | None = No
     """
     if torch.is_grad_enabled():
         raise NotServed(f"{what} has no second derivative, which create_graph=True asks for; {instead}")
-    if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+    if gradient is not None and is_legacy_batchedtensor(gradient):
         raise NotServed(f"{what} has no backward of several gradients at once, which is_grads_batched=True asks for; "
                         f"{instead}")
 
