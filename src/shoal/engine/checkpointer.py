@@ -1,7 +1,8 @@
 """Saving and loading a training: its tensors as pieces, its counters as values, all ranks in agreement.
 
 A checkpoint holds everything that the next step depends on. Files are written while training goes on: `save` returns once
-the state is copied. A failure of the write is raised by the next `save`, by `wait`, or when the engine is destroyed.
+the state is copied. A failure of the write is raised by the next `save`, by `wait`, or when the engine is destroyed;
+where none of these follows, it is in the exit code of the process.
 """
 
 from __future__ import annotations

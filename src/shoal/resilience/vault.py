@@ -132,7 +132,7 @@ class Vault:
             self._ranks.gather_objects(None)  # no rank makes a file before those are gone
             rank = self._ranks.rank
             self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, LinkedStaging(self._staged / str(rank), rank),
-                                  log_level=logging.DEBUG)  # one each `every` steps
+                                  log_level=logging.DEBUG, optional=True)  # one each `every` steps
         return self._writer
 
     def wait_until_ended(self) -> None:
