@@ -88,6 +88,42 @@ def test_a_restart_goes_on_from_the_newest_copy_with_the_same_bits(tmp_path: Pat
     assert again[0]["weights"] == undisturbed[0]["weights"]
 
 
+def test_a_client_state_of_another_step_than_the_copys_is_told(tmp_path: Path) -> None:
+    told = "load_checkpoint: the client state of the copy of step {} in memory {}; take the position of the script from"
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 5, 1)
+    (text,) = of_client_state(run_ranks(2, train, memory, disk, 7, 1, 5)[0])
+    assert text.startswith(told.format(4, "is empty, for the script has saved none"))
+    for stop in (7, 9):  # the second one loads a copy of a process that loaded one
+        (text,) = of_client_state(run_ranks(2, train, memory, disk, stop, 1)[0])
+        assert text.startswith(told.format(6, "is that of step 5, which was saved last"))
+
+
+def save_no_client_state(memory: str) -> tuple[str, list[str]]:
+    """Load what there is, save after one step without a client state, and copy the second; return the load, and the log."""
+    engine = build(memory, every=2)
+    with logged() as lines:
+        path, _ = engine.load_checkpoint(f"{memory}/disk")
+    for step in range(2 - engine.global_steps):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        if step == 0:
+            engine.save_checkpoint(f"{memory}/disk")
+    engine.checkpointer.end_copies()
+    engine.wait_for_checkpoint()
+    return Path(path or "").name, of_client_state({"warnings": lines})
+
+
+def test_a_script_without_client_state_is_told_nothing_of_it(tmp_path: Path) -> None:
+    run_ranks(2, save_no_client_state, str(tmp_path))
+    assert run_ranks(2, save_no_client_state, str(tmp_path)) == [("step2", [])] * 2
+
+
+def of_client_state(found: dict[str, Any]) -> list[str]:
+    """Return the warnings about the client state."""
+    return [text for text in found["warnings"] if "the client state of the copy" in text]
+
+
 def test_another_number_of_ranks_loads_a_copy(tmp_path: Path) -> None:
     memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
     run_ranks(2, train, memory, disk, 6, 2)

@@ -67,6 +67,9 @@ T = TypeVar("T")
 EXTRA = "extra_states"
 """The key of the modules' extra state among the shared values; older checkpoints have none."""
 
+CLIENT_STEP = "client_step"
+"""The key of the step at which the client state was saved, which in a copy in memory is an earlier one."""
+
 AWAY_BYTES = 128 << 20
 """Bytes of a file, and of memory to stage it in, when the state is written from where it rests."""
 
@@ -111,6 +114,8 @@ class Checkpointer:
         self._vault = vault
         self._client_state: Mapping[str, Any] = {}
         """The client state that was saved or loaded last, which a copy in memory carries on."""
+        self._client_step: int | None = None
+        """The step that it was saved at; None before the first save or load."""
         self._has_stepped = False
         """Whether this process has taken a step: a load is then no restart, and reads the folder."""
         self._goes_on_from: int | None = None
@@ -135,9 +140,10 @@ class Checkpointer:
         pending = self._open_writer().write(
             save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
             file_bytes=AWAY_BYTES if away else FILE_BYTES, streamed=not settings.async_save, keep_last=settings.keep_last,
-            shared=self._shared_values(training, client_state, exclude_frozen), private={"random": rng.capture()},
+            shared=self._shared_values(training, client_state, training.progress.global_steps, exclude_frozen),
+            private={"random": rng.capture()},
             add_files=self._published_files(training))
-        self._client_state = client_state
+        self._client_state, self._client_step = client_state, training.progress.global_steps
         if away:
             pending.wait()
 
@@ -183,7 +189,7 @@ class Checkpointer:
             pending = writer.write(
                 self._vault.folder, f"step{step}", pieces, step=step, keep_last=GENERATIONS, read_back=False,
                 file_bytes=AWAY_BYTES if away else FILE_BYTES, private={"random": rng.capture()},
-                shared=self._shared_values(training, self._client_state, exclude_frozen=False))
+                shared=self._shared_values(training, self._client_state, self._client_step, exclude_frozen=False))
             if away:
                 pending.wait()
 
@@ -325,8 +331,20 @@ class Checkpointer:
                     logger.warning("load_checkpoint: loaded the copy of step %d in memory, and another engine has copies of "
                                    "steps %s alone; if the two train together, they are out of step: give both the same "
                                    "resilience.vault.every, or load checkpoints by their tag", copy.step, others)
+                self._warn_of_client_state(copy.step)
             return loaded, failure
         return None, failure
+
+    def _warn_of_client_state(self, step: int) -> None:
+        """Warn that the client state of the loaded copy is not of its step, unless the script has saved an empty one."""
+        if self._client_step is None:
+            found = "is empty, for the script has saved none"
+        elif self._client_step != step and self._client_state:
+            found = f"is that of step {self._client_step}, which was saved last"
+        else:
+            return
+        warn_once(f"load_checkpoint: the client state of the copy of step {step} in memory {found}; take the position of "
+                  f"the script from engine.global_steps and the loader, not from the client state")
 
     def _load(self, training: TrainingObjects, wanted: _Wanted, opened: Snapshot) -> tuple[str, dict[str, Any]]:
         training.sharded.finish_pending()
@@ -339,6 +357,7 @@ class Checkpointer:
             if wanted.everything:
                 self._load_values(training, snapshot, private, optimizer=wanted.optimizer, schedule=wanted.schedule)
                 self._client_state = client_state
+                self._client_step = cast("int | None", snapshot.shared.get(CLIENT_STEP, training.progress.global_steps))
                 self._goes_on_from = training.progress.global_steps
             return str(snapshot.path), client_state
 
@@ -380,9 +399,9 @@ class Checkpointer:
                     pass
         return tags[0]
 
-    def _shared_values(self, training: TrainingObjects, client_state: Mapping[str, Any],
+    def _shared_values(self, training: TrainingObjects, client_state: Mapping[str, Any], client_step: int | None,
                        exclude_frozen: bool) -> dict[str, object]:
-        """Return the values that are the same on every rank."""
+        """Return the values that are the same on every rank; the client state is of step `client_step`."""
         sharded, optimizer = training.sharded, training.optimizer
         kept = {name for name, p in sharded.named().items() if p.requires_grad or not exclude_frozen}
         shapes = {name: shape for name, shape in parameter_shapes(sharded).items() if name in kept}
@@ -403,6 +422,7 @@ class Checkpointer:
             "data": data_state(training.dataloader, training.optimizer),
             "guard": None if training.guard is None else training.guard.state_dict(),
             "client_state": dict(client_state),
+            CLIENT_STEP: client_step,
         }
 
     def _of_all_stages(self, facts: dict[str, T]) -> dict[str, T]:
