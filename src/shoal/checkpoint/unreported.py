@@ -62,4 +62,4 @@ def _watch_exit() -> None:
 def _set_code() -> None:
     """Have this process end with code 1, unless an exception ends it: that has a code of its own."""
     if _failures and "last_value" not in vars(sys):
-        vars(sys)["_shoal_last_object"] = _LastObject()  # the last module to be cleared
+        sys.__dict__["_shoal_last_object"] = _LastObject()  # the last module to be cleared
