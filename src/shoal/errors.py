@@ -20,6 +20,7 @@
     │   └── GuardRewind        they are: the job is to restart from its last copy
     ├── LossScaleError         gradients overflow even at the smallest loss scale
     ├── CheckpointError        a checkpoint is missing, damaged, or does not fit
+    │   ├── CheckpointDamaged  its bytes are not those that were saved, or files are missing
     │   └── VaultTooLarge      a node has no room for copies in memory
     ├── TierError              state on disk could not be read or written
     └── LaunchError            ranks could not be started, or one of them failed
@@ -109,6 +110,10 @@ class LossScaleError(ShoalError, RuntimeError):
 
 class CheckpointError(ShoalError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """The bytes of a checkpoint are not those that were saved, or some of its files are missing or short."""
 
 
 class VaultTooLarge(CheckpointError):

@@ -187,6 +187,41 @@ def test_an_iteration_follows_a_load() -> None:
     assert loader.state_dict()["epoch"] == 1
 
 
+@pytest.mark.parametrize("order", ["skip before load", "load before skip"])
+def test_a_position_without_batches_left_is_that_of_the_next_epoch(order: str) -> None:
+    (before,) = loaders(range(10), 1, 5, shuffle=False)
+    next(iter(before))
+    state = before.state_dict()
+    (loader,) = loaders(range(10), 1, 5, shuffle=False)
+    if order == "skip before load":
+        before.skip(0, range(5, 10))
+        loader.load_state_dict(before.state_dict())
+    else:
+        loader.load_state_dict(state)
+        assert loader.epoch == 0
+        loader.skip(0, range(5, 10))
+    assert loader.epoch == 1
+    assert loader.trained_state() == loader.state_dict()
+    assert [list(loader) for _ in range(loader.epoch, 3)] == [[[0, 1, 2, 3, 4]]] * 2
+
+
+def test_a_larger_batch_that_is_dropped_leaves_the_next_epoch() -> None:
+    (before,) = loaders(range(10), 1, 2, drop_last=True)
+    list(islice(before, 3))
+    (loader,) = loaders(range(10), 1, 5, drop_last=True)
+    loader.load_state_dict(before.state_dict())
+    assert loader.epoch == 1
+
+
+def test_a_skip_within_an_iteration_leaves_its_epoch_as_it_is() -> None:
+    (loader,) = loaders(range(10), 1, 5, shuffle=False)
+    batches = iter(loader)
+    next(batches)
+    loader.skip(0, range(5, 10))
+    assert loader.epoch == 0
+    assert next(batches) == [5, 6, 7, 8, 9]
+
+
 def test_iterating_does_not_change_the_random_state() -> None:
     before = torch.get_rng_state()
     list(Loader(range(8), batch_size=2))

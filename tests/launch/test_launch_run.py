@@ -500,3 +500,23 @@ def test_a_module_that_ends_as_a_rank_flushes_its_files(run, tmp_path):
     code, _, err = run("--ranks", "1", "--module", "leaver", folder=str(tmp_path)).end()
     assert (code, err) == (0, "")
     assert (tmp_path / "left").read_text() == "buffered"
+
+
+LAST_SAVE = """
+import os, sys, torch, shoal
+
+engine, *_ = shoal.initialize(model=torch.nn.Linear(2, 1), config={"train_micro_batch_size_per_gpu": 1})
+engine.save_checkpoint(sys.argv[1] + "/below")
+if sys.argv[2] == "exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("way", "expected"), [("end", 1), ("exit", 3)])
+def test_a_last_save_that_fails_is_the_error_of_a_rank(run, script, tmp_path, way, expected):
+    (tmp_path / "file").write_text("")
+    code, _, err = run("--ranks", "2", script(LAST_SAVE), str(tmp_path / "file"), way).end()
+    assert code == expected
+    failure = "CheckpointError: could not save " if way == "end" else "sys.exit(3)"
+    assert f"of 2 failed: {failure}" in err
+    assert "Traceback" not in err

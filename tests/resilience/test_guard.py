@@ -200,6 +200,37 @@ def test_hardware_is_not_certain_where_the_script_draws_samples(tmp_path: Path, 
     assert ("unless the script gave the step other samples" in found) is not drawn
 
 
+def steps_after_a_caught_rewind(path: str) -> tuple[list[str], list[str]]:
+    """Return what a guard raises at the steps of a script that catches all, until it loads a checkpoint, and the log."""
+    assert dist.group.WORLD is not None
+    messages: list[str] = []
+    logging.getLogger("shoal").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: messages.append(record.getMessage())
+    guard = Guard(Path(path), GuardSettings(), Communicator(dist.group.WORLD, timeout=20))
+    raised: list[str] = []
+    for loss in (float("nan"), 1.0, 1.0):
+        guard.note_loss(torch.tensor(loss))
+        try:
+            guard.judge(7, 1.0, torch.tensor(1.0), lambda: [Samples(epoch=0, ids=[3])])
+        except GuardError as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    assert len(messages) == (dist.get_rank() == 0)
+    guard.load_state_dict({})
+    guard.note_loss(torch.tensor(1.0))
+    guard.judge(7, 1.0, torch.tensor(1.0), lambda: [Samples(epoch=0, ids=[3])])
+    return raised, messages
+
+
+def test_a_step_after_a_caught_rewind_is_no_replay(tmp_path: Path) -> None:
+    (raised, messages), _ = run_ranks(2, steps_after_a_caught_rewind, str(tmp_path / "record"))
+    assert raised[0].startswith("GuardRewind: step 7: the loss is nan. ")
+    assert raised[1] == raised[2]
+    assert raised[1].startswith("GuardRewind: the script caught the GuardRewind of an earlier step and goes on, ")
+    assert "The GuardRewind was: step 7: the loss is nan. " in raised[1]
+    assert "hardware: " not in messages[0]
+    assert "This is a fault of hardware" in messages[1]
+
+
 def losses_of_a_guard(memory: str) -> tuple[int, float]:
     """Discard a microbatch of which the loss is no number, and train on; return the steps, and the guard's first loss."""
     os.environ[PAGES] = memory

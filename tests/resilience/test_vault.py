@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint import tags, verify
+from shoal.checkpoint.folder import load_index
 from shoal.checkpoint.memory_file import FilePool
 from shoal.engine.schema import Config
-from shoal.errors import ConfigError, VaultTooLarge
+from shoal.errors import CheckpointError, ConfigError, VaultTooLarge
 from shoal.recording.page import PAGES
 from shoal.resilience import vault
 from shoal.resilience.vault import Vault
@@ -87,6 +88,42 @@ def test_a_restart_goes_on_from_the_newest_copy_with_the_same_bits(tmp_path: Pat
     assert again[0]["weights"] == undisturbed[0]["weights"]
 
 
+def test_a_client_state_of_another_step_than_the_copys_is_told(tmp_path: Path) -> None:
+    told = "load_checkpoint: the client state of the copy of step {} in memory {}; take the position of the script from"
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 5, 1)
+    (text,) = of_client_state(run_ranks(2, train, memory, disk, 7, 1, 5)[0])
+    assert text.startswith(told.format(4, "is empty, for the script has saved none"))
+    for stop in (7, 9):  # the second one loads a copy of a process that loaded one
+        (text,) = of_client_state(run_ranks(2, train, memory, disk, stop, 1)[0])
+        assert text.startswith(told.format(6, "is that of step 5, which was saved last"))
+
+
+def save_no_client_state(memory: str) -> tuple[str, list[str]]:
+    """Load what there is, save after one step without a client state, and copy the second; return the load, and the log."""
+    engine = build(memory, every=2)
+    with logged() as lines:
+        path, _ = engine.load_checkpoint(f"{memory}/disk")
+    for step in range(2 - engine.global_steps):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        if step == 0:
+            engine.save_checkpoint(f"{memory}/disk")
+    engine.checkpointer.end_copies()
+    engine.wait_for_checkpoint()
+    return Path(path or "").name, of_client_state({"warnings": lines})
+
+
+def test_a_script_without_client_state_is_told_nothing_of_it(tmp_path: Path) -> None:
+    run_ranks(2, save_no_client_state, str(tmp_path))
+    assert run_ranks(2, save_no_client_state, str(tmp_path)) == [("step2", [])] * 2
+
+
+def of_client_state(found: dict[str, Any]) -> list[str]:
+    """Return the warnings about the client state."""
+    return [text for text in found["warnings"] if "the client state of the copy" in text]
+
+
 def test_another_number_of_ranks_loads_a_copy(tmp_path: Path) -> None:
     memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
     run_ranks(2, train, memory, disk, 6, 2)
@@ -115,6 +152,90 @@ def test_a_damaged_copy_is_removed_and_the_older_one_or_the_disk_is_loaded(tmp_p
     again = run_ranks(2, train, memory, disk, 3, 2)
     assert [(each["first"], each["path"]) for each in again] == [(3, f"{disk}/global_step3")] * 2
     assert list(Path(memory, "vault0").glob("step*")) == []
+
+
+def damage_checkpoint(disk: str, step: int, tensor: str = "") -> None:
+    """Flip one bit of a checkpoint on disk: the last of its largest file, or the first of `tensor`, a prefix."""
+    path = max(Path(disk, f"global_step{step}").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    at = path.stat().st_size - 1
+    if tensor:
+        index = load_index(path.parent)
+        first = next(stored for name, stored in index.tensors.items() if name.startswith(tensor)).ranges[0]
+        path, at = path.with_name(first.file), first.at
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def of_damage(found: dict[str, Any]) -> list[str]:
+    """Return the warnings that a copy took the place of a checkpoint on disk."""
+    return [text for text in found["warnings"] if "the newest checkpoint is damaged" in text]
+
+
+@pytest.mark.parametrize(("save_at", "tensor"), [(6, ""), (7, ""), (7, "scalar")])
+def test_a_copy_stands_in_for_a_damaged_checkpoint_of_more_steps(tmp_path: Path, save_at: int, tensor: str) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 3, 3, 3)
+    run_ranks(2, train, memory, disk, 7, 3, save_at)
+    damage_checkpoint(disk, save_at, tensor)
+    again = run_ranks(2, train, memory, disk, 10, 3)
+    undisturbed = run_ranks(2, train, str(tmp_path / "other"), str(tmp_path / "none"), 10, 3)
+    assert [each["first"] for each in again] == [6, 6]
+    assert again[0]["weights"] == undisturbed[0]["weights"]
+    (text,) = of_damage(again[0])
+    assert "the copy of step 6 in memory took its place: could not load " in text
+    assert f"global_step{save_at}" in text
+
+
+@pytest.mark.parametrize("fault", ["short", "missing", "index"])
+def test_a_checkpoint_that_is_not_whole_is_named_where_a_copy_is_loaded(tmp_path: Path, fault: str) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, 1, 7)
+    path = Path(disk, "global_step7", "index.json" if fault == "index" else "rank00001-000.safetensors")
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-20])
+    again = run_ranks(2, train, memory, disk, 7, 1)
+    assert [each["first"] for each in again] == [6, 6]
+    (text,) = of_damage(again[0])
+    assert str(path) in text
+
+
+def test_no_copy_stands_in_where_the_folder_has_a_newer_checkpoint(tmp_path: Path) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, 1, 7)
+    run_ranks(2, train, memory, disk, 9, 1, 9)
+    damage_checkpoint(disk, 9)
+    shutil.rmtree(Path(memory, "vault0", "step8"))
+    with pytest.raises(RankFailed, match=r"global_step9: .*wrong checksum .*load it with tag='global_step7'"):
+        run_ranks(2, train, memory, disk, 9, 1)
+    assert [path.name for path in Path(memory, "vault0").glob("step*")] == ["step6"]
+
+
+def test_the_older_copy_stands_in_where_the_newer_one_is_damaged_too(tmp_path: Path) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, 1, 7)
+    damage_checkpoint(disk, 7)
+    damage(memory, 6)
+    again = run_ranks(2, train, memory, disk, 4, 1)
+    assert [each["first"] for each in again] == [4, 4]
+    assert "the copy of step 4 in memory took its place" in "".join(of_damage(again[0]))
+
+
+def load_misfit(memory: str, disk: str) -> str:
+    """Return the error of a load into a model that the newest checkpoint does not fit."""
+    engine = build(memory, every=2)
+    with pytest.raises(CheckpointError) as raised:
+        engine.load_checkpoint(disk)
+    return type(raised.value).__name__
+
+
+def test_no_copy_stands_in_for_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, 1, 7)
+    assert run_ranks(2, load_misfit, memory, disk) == ["CheckpointError"] * 2
+    assert len(list(Path(memory, "vault0").glob("step*"))) == 2
 
 
 def test_a_process_that_may_hold_parts_of_a_damaged_copy_does_not_train(tmp_path: Path) -> None:

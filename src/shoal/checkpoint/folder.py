@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import cast
 
 from shoal.checkpoint.index import INDEX, File, Index, parse
-from shoal.errors import CheckpointError, UsageError
+from shoal.errors import CheckpointDamaged, CheckpointError, UsageError
 
 __all__ = [
     "Tag",
@@ -125,11 +125,11 @@ def resolve(folder: Path, tag: str | None) -> str:
 
 
 def load_index(path: Path) -> Index:
-    """Read the index of the checkpoint folder `path`. Raises CheckpointError if it is missing or damaged."""
+    """Read the index of the checkpoint folder `path`. Raises CheckpointDamaged if it is missing or damaged."""
     try:
         text = (path / INDEX).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: has no {INDEX}, so it is not a checkpoint, or it is damaged") from None
+        raise CheckpointDamaged(f"{path}: has no {INDEX}, so it is not a checkpoint, or it is damaged") from None
     return parse(text, path / INDEX)
 
 

@@ -18,7 +18,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from shoal.checkpoint.piece import Box, Interval, intersect, overlaps
 from shoal.checkpoint.tensor_file import DTYPES
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointDamaged, CheckpointError
 
 __all__ = ["INDEX", "VERSION", "File", "Index", "Range", "RankPart", "StoredTensor", "gaps", "merge", "parse", "parse_part"]
 
@@ -122,7 +122,7 @@ def parse_part(text: bytes) -> RankPart:
 def parse(text: bytes, path: Path) -> Index:
     """Parse the output of `Index.dump`; `path` is for error messages.
 
-    Raises CheckpointError if the text is not an index, has an unknown version, or is damaged.
+    Raises CheckpointDamaged if the text is not an index or is damaged, CheckpointError if it has an unknown version.
     """
     head, _, rest = text.partition(_INDEX_FIELD)
     body = rest.removesuffix(b"}\n")
@@ -130,14 +130,14 @@ def parse(text: bytes, path: Path) -> Index:
         fields = json.loads(head + b"}")
         form, version, checksum = fields["format"], fields["version"], fields["checksum"]
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path}: damaged, it does not begin with the fields of an index") from None
+        raise CheckpointDamaged(f"{path}: damaged, it does not begin with the fields of an index") from None
     if form != FORMAT:
         raise CheckpointError(f"{path}: got the format {form!r}, expected {FORMAT!r}")
     if version != VERSION:
         raise CheckpointError(f"{path}: got format version {version}, this version of Shoal reads {VERSION}; "
                               "use the version of Shoal that wrote it, or a later one")
     if zlib.crc32(body) != checksum or not text.endswith(b"}\n"):
-        raise CheckpointError(f"{path}: damaged, the checksum of the index does not match")
+        raise CheckpointDamaged(f"{path}: damaged, the checksum of the index does not match")
     try:
         index = _INDEX.validate_json(body)
     except ValidationError as error:

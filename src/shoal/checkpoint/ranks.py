@@ -21,12 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.checkpoint.tensor_file import memory
-from shoal.errors import CheckpointError, ShoalError
+from shoal.errors import CheckpointDamaged, CheckpointError, ShoalError
 
 __all__ = ["Ranks"]
 
 SHORT = 120
 """Bytes of a message that travel with its size; most messages say that nothing failed, and are empty."""
+
+DAMAGE = b"\0"
+"""The first byte of an error that is a `CheckpointDamaged`."""
 
 T = TypeVar("T")
 
@@ -98,7 +101,8 @@ class Ranks:
     def run_collectively(self, failure: str, action: Callable[[], T]) -> T:
         """Return `action()` if it succeeds on every rank; otherwise raise on every rank, with the ranks and causes.
 
-        A collective call. Raises CheckpointError; its message begins with `failure`.
+        A collective call. Raises CheckpointError; its message begins with `failure`. It is a CheckpointDamaged, on every
+        rank, where no rank failed for another reason.
         """
         result: list[T] = []
         cause: Exception | None = None
@@ -106,9 +110,11 @@ class Ranks:
             result.append(action())
         except Exception as error:  # any error: the other ranks wait for this rank's result
             cause = error
-        errors = self.all_gather(b"" if cause is None else (_text(cause) or "?").encode())
+        mark = DAMAGE if isinstance(cause, CheckpointDamaged) else b""
+        errors = self.all_gather(b"" if cause is None else mark + (_text(cause) or "?").encode())
         if any(errors):
-            raise CheckpointError(f"{failure}: {_joined(errors)}") from cause
+            kind = CheckpointDamaged if all(each.startswith(DAMAGE) for each in errors if each) else CheckpointError
+            raise kind(f"{failure}: {_joined([each.removeprefix(DAMAGE) for each in errors])}") from cause
         return result[0]
 
     def _first_exchange(self, message: bytes) -> tuple[list[int], list[bytes]]:

@@ -6,6 +6,7 @@ before any byte is read. Files are opened on first use and read in blocks, each 
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -28,10 +29,13 @@ from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.tensor_file import BLOCK, DTYPES, memory
 from shoal.checkpoint.values import decode
 from shoal.checkpoint.writer import PRIVATE, SHARED
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointDamaged, CheckpointError
 from shoal.native.crc32 import crc32
 
 __all__ = ["BlockRead", "IndexedSnapshot", "Snapshot", "read", "read_unpublished"]
+
+UNREADABLE = (errno.ENOENT, errno.EIO)
+"""The errors of a file that is gone, or whose medium fails: damage, as other bytes are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +80,9 @@ def _open(folder: Path, tag: str, ranks: Ranks, verify: bool) -> IndexedSnapshot
     try:
         index = folders.load_index(path)
         if faults := folders.faults(path, index):
-            raise CheckpointError("\n  ".join([f"{path}: damaged", *faults]))
+            raise CheckpointDamaged("\n  ".join([f"{path}: damaged", *faults]))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {folders.intact_alternative(folder, tag)}") from None
+        raise type(error)(f"{error}; {folders.intact_alternative(folder, tag)}") from None
     return IndexedSnapshot(path, index, ranks, verify=verify)
 
 
@@ -269,16 +273,21 @@ class IndexedSnapshot(Snapshot):
         view = memory(data)
         filled = 0
         while filled < read.bytes:
-            count = os.preadv(self._descriptor(read.file), [view[filled:]], read.at + filled)
+            try:
+                count = os.preadv(self._descriptor(read.file), [view[filled:]], read.at + filled)
+            except OSError as error:
+                if error.errno not in UNREADABLE:
+                    raise
+                raise CheckpointDamaged(self._damage(read, str(error))) from error
             if count == 0:
-                raise CheckpointError(self._damage(read, f"ends at byte {read.at + filled}"))
+                raise CheckpointDamaged(self._damage(read, f"ends at byte {read.at + filled}"))
             filled += count
         return self._checked(read, data)
 
     def _checked(self, read: BlockRead, data: Tensor) -> Tensor:
-        """Return the bytes `data` of a block as elements. Raises CheckpointError if they are not those that were saved."""
+        """Return the bytes `data` of a block as elements. Raises CheckpointDamaged if they are not those that were saved."""
         if self._verify and crc32(memory(data)) != read.checksum:
-            raise CheckpointError(self._damage(read, f"wrong checksum of bytes [{read.at}, {read.at + read.bytes})"))
+            raise CheckpointDamaged(self._damage(read, f"wrong checksum of bytes [{read.at}, {read.at + read.bytes})"))
         return data.view(read.dtype)
 
     def _damage(self, read: BlockRead, reason: str) -> str:

@@ -29,6 +29,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from shoal.checkpoint import folder as folders
+from shoal.checkpoint import unreported
 from shoal.checkpoint.index import INDEX, File, Index, RankPart, StoredTensor, merge, parse, parse_part
 from shoal.checkpoint.nodes import Nodes, copy_to_partners
 from shoal.checkpoint.piece import Piece
@@ -72,8 +73,10 @@ class _SaveOptions:
 class PendingSave:
     """A save that may still be running."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, optional: bool = False) -> None:
+        """`optional`: a failure of which no caller learns leaves the exit code of the process as it is."""
         self.path = path
+        self._optional = optional
         self._failure: BaseException | None = None
         self._claim = threading.Lock()
         self._ended = threading.Event()
@@ -86,8 +89,7 @@ class PendingSave:
 
     def wait(self) -> Path:
         """Wait for the save to end and return its folder. Raises CheckpointError, on every rank, if the save failed."""
-        self._ended.wait()
-        self._reported = True
+        self.mark_reported()
         if self._failure is not None:
             raise self._failure
         return self.path
@@ -106,6 +108,7 @@ class PendingSave:
         """Wait for the save to end and mark its failure as reported to the caller."""
         self._ended.wait()
         self._reported = True
+        unreported.forget(self)
 
     def begin(self) -> None:
         """Make the module's `wait_for_saves` wait for this save until `end`."""
@@ -118,6 +121,8 @@ class PendingSave:
     def end(self, failure: BaseException | None) -> None:
         """Store the failure, if any, and release all waiting threads."""
         self._failure = failure
+        if failure is not None and not self._optional:
+            unreported.note(self, failure)
         self._ended.set()
         _running.discard(self)
 
@@ -139,17 +144,18 @@ class Writer:
     """Saves checkpoints one at a time and reuses the staging buffer."""
 
     def __init__(self, ranks: Ranks | None = None, nodes: Nodes | None = None, staging: Staging | None = None, *,
-                 log_level: int = logging.INFO) -> None:
+                 log_level: int = logging.INFO, optional: bool = False) -> None:
         """Write with `ranks` (see `Ranks.join`); None means this process only.
 
         All ranks write to one folder, unless `nodes` says that each node has a folder of its own. `staging` is where this
         rank's state is copied first; None: a buffer. `log_level` is that of a line for each checkpoint that `keep_last`
-        removes.
+        removes. `optional`: the process ends with its own exit code although a save failed and no caller learned of it.
         """
         self.ranks = ranks or Ranks()
         self._nodes = nodes or Nodes.shared(self.ranks.count)
         self._staging = staging or Staging()
         self._log_level = log_level
+        self._optional = optional
         self._pending: PendingSave | None = None
 
     def wait(self) -> None:
@@ -182,7 +188,7 @@ class Writer:
         self.wait()
         save = _SaveOptions(folder=Path(folder), tag=tag, step=step, latest=latest, keep_last=keep_last, read_back=read_back,
                             log_level=self._log_level)
-        pending = PendingSave(save.folder / tag)
+        pending = PendingSave(save.folder / tag, optional=self._optional)
         self.ranks.lock.acquire()  # released when the save has ended
         try:
             self._pending = pending
@@ -211,6 +217,8 @@ class Writer:
     def _run(self, save: _SaveOptions, content: _Content | Exception, pending: PendingSave) -> None:
         """Run the whole save. This is the body of a non-daemon thread, so the interpreter waits for it at exit.
 
+        A failure that no caller learns of makes the exit code 1 (`unreported.py`).
+
         Only the first call runs the save. An interrupt can raise in the main thread although the new thread has started;
         the main thread's call then does nothing.
         """
@@ -219,7 +227,7 @@ class Writer:
         failure: BaseException | None = None
         try:
             _save_collectively(self.ranks, self._nodes, save, content)
-        except BaseException as error:  # raised by PendingSave.wait, or by the next save
+        except BaseException as error:  # raised by PendingSave.wait, or by the next save, if one of them comes
             failure = error
             logger.error("the checkpoint %s was not saved: %s", pending.path, error)
             if not isinstance(error, Exception):
@@ -227,8 +235,6 @@ class Writer:
         finally:
             self.ranks.lock.release()
             pending.end(failure)
-        if failure is not None and not threading.main_thread().is_alive():
-            raise failure  # no caller can wait for it: let the interpreter print it
 
 
 def write(folder: str | os.PathLike[str], tag: str, pieces: Iterable[Piece], *, ranks: Ranks | None = None, step: int = 0,

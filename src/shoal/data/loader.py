@@ -84,6 +84,7 @@ class Loader:
         known = self._left_out(epoch)
         if new := frozenset(samples) - known:
             self._skipped.append((epoch, new))
+            self._leave_ended_epoch()
 
     def note_step(self) -> None:
         """Note that a step has trained on all samples that were delivered so far, for `trained_state`."""
@@ -138,14 +139,24 @@ class Loader:
     def _advance(self, samples: int) -> Position:
         """Count a batch as delivered just before it is yielded; batches prefetched by workers do not count."""
         epoch, delivered = self._position.epoch, self._position.samples + samples
-        length = self._source.length
         if self._drawn is not None:
             self._drawn.append(SampleRange(epoch=epoch, start=self._position.samples, stop=delivered))
-        if length is not None and self._split.steps(length - len(self._left_out(epoch)) - delivered) == 0:
+        self._position = Position(epoch=epoch, samples=delivered)
+        if self._is_epoch_ended():
             self._go_to_epoch(epoch + 1)
-        else:
-            self._position = Position(epoch=epoch, samples=delivered)
         return self._position
+
+    def _is_epoch_ended(self) -> bool:
+        """Whether samples of the epoch were delivered and no batch is left; never of a dataset of unknown length."""
+        epoch, delivered, length = self._position.epoch, self._position.samples, self._source.length
+        return (length is not None and delivered > 0
+                and self._split.steps(length - len(self._left_out(epoch)) - delivered) <= 0)
+
+    def _leave_ended_epoch(self) -> None:
+        """Go on to the next epoch where the next iteration would find no batch in this one."""
+        if self._fresh and self._is_epoch_ended():
+            self._go_to_epoch(self._position.epoch + 1)
+            self._trained = self._position
 
     def _skip_to_next_epoch(self, iteration: int) -> Iterator[Any]:
         if self._position.samples == 0:
@@ -181,6 +192,7 @@ class Loader:
         self._skipped = [(epoch, frozenset(samples)) for epoch, samples in state.get("skipped", [])]
         self._position = self._trained = Position(epoch=int(state["epoch"] or 0), samples=int(state["samples"] or 0))
         self._fresh = True
+        self._leave_ended_epoch()
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` if a stored position is not valid here.

@@ -337,7 +337,8 @@ class BaseEngine(Accessors, nn.Module):
                         ) -> tuple[str | None, dict[str, Any] | None]:
         """Load `load_dir/tag` (default: the tag that the file `latest` names), saved at any stage on any number of ranks.
 
-        With `resilience.vault`, a call without tag before this process's first step takes a copy in memory of more steps.
+        With `resilience.vault`, a call without tag before this process's first step takes a copy in memory of more
+        steps, or one of fewer where the checkpoint is damaged.
 
         Returns (path, client_state), or (None, None) with a warning when no tag is given and there is no `latest`.
         `load_module_only` takes the weights alone; with `load_module_strict` false, names that the checkpoint lacks keep

@@ -1,7 +1,8 @@
 """Saving and loading a training: its tensors as pieces, its counters as values, all ranks in agreement.
 
 A checkpoint holds everything that the next step depends on. Files are written while training goes on: `save` returns once
-the state is copied. A failure of the write is raised by the next `save`, by `wait`, or when the engine is destroyed.
+the state is copied. A failure of the write is raised by the next `save`, by `wait`, or when the engine is destroyed;
+where none of these follows, it is in the exit code of the process.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from shoal.engine.training_state import (
     weights_to_load,
     weights_to_save,
 )
-from shoal.errors import CheckpointError, RanksDisagree, UsageError
-from shoal.interchange import latest, open_checkpoint
+from shoal.errors import CheckpointDamaged, CheckpointError, RanksDisagree, UsageError
+from shoal.interchange import damage, latest, open_checkpoint
 from shoal.interchange.writer import Target, write_ranks
 from shoal.log import logger, warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.masks import MASK
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.resilience.guard import Guard
-from shoal.resilience.vault import GENERATIONS, Vault
+from shoal.resilience.vault import GENERATIONS, Generation, Vault
 from shoal.schedule.registry import AnySchedule
 from shoal.zero.sharded import ShardedModel
 from shoal.zero.trainable_unit import TrainableUnit
@@ -65,6 +66,9 @@ T = TypeVar("T")
 
 EXTRA = "extra_states"
 """The key of the modules' extra state among the shared values; older checkpoints have none."""
+
+CLIENT_STEP = "client_step"
+"""The key of the step at which the client state was saved, which in a copy in memory is an earlier one."""
 
 AWAY_BYTES = 128 << 20
 """Bytes of a file, and of memory to stage it in, when the state is written from where it rests."""
@@ -110,6 +114,8 @@ class Checkpointer:
         self._vault = vault
         self._client_state: Mapping[str, Any] = {}
         """The client state that was saved or loaded last, which a copy in memory carries on."""
+        self._client_step: int | None = None
+        """The step that it was saved at; None before the first save or load."""
         self._has_stepped = False
         """Whether this process has taken a step: a load is then no restart, and reads the folder."""
         self._goes_on_from: int | None = None
@@ -134,9 +140,10 @@ class Checkpointer:
         pending = self._open_writer().write(
             save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
             file_bytes=AWAY_BYTES if away else FILE_BYTES, streamed=not settings.async_save, keep_last=settings.keep_last,
-            shared=self._shared_values(training, client_state, exclude_frozen), private={"random": rng.capture()},
+            shared=self._shared_values(training, client_state, training.progress.global_steps, exclude_frozen),
+            private={"random": rng.capture()},
             add_files=self._published_files(training))
-        self._client_state = client_state
+        self._client_state, self._client_step = client_state, training.progress.global_steps
         if away:
             pending.wait()
 
@@ -182,7 +189,7 @@ class Checkpointer:
             pending = writer.write(
                 self._vault.folder, f"step{step}", pieces, step=step, keep_last=GENERATIONS, read_back=False,
                 file_bytes=AWAY_BYTES if away else FILE_BYTES, private={"random": rng.capture()},
-                shared=self._shared_values(training, self._client_state, exclude_frozen=False))
+                shared=self._shared_values(training, self._client_state, self._client_step, exclude_frozen=False))
             if away:
                 pending.wait()
 
@@ -228,9 +235,10 @@ class Checkpointer:
         wait_for_saves()  # another engine of this process may be saving the files that are to be loaded
         wanted = _Wanted(strict=strict, moments=optimizer_states and not module_only, optimizer=optimizer_states,
                          schedule=schedule_states, everything=not module_only)
-        damage: CheckpointError | None = None
-        if tag is None and not module_only and not self._has_stepped:
-            copied, damage = self._load_copy(training, Path(load_dir), wanted)
+        newest = tag is None and not module_only and not self._has_stepped and self._vault is not None
+        failure: CheckpointError | None = None
+        if newest:
+            copied, failure = self._load_copy(training, Path(load_dir), wanted)
             if copied is not None:
                 return copied
         visible = self._parameter_groups.world.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
@@ -239,11 +247,11 @@ class Checkpointer:
                 raise CheckpointError(f"load_checkpoint: {load_dir} has no file 'latest', and the training would begin "
                                       f"anew; its newest intact checkpoint is {complete[-1].name!r}: load it with "
                                       f"tag={complete[-1].name!r}")
-            if damage is not None:
+            if failure is not None:
                 raise CheckpointError(f"load_checkpoint: the copies in memory are damaged and removed, {load_dir} has no "
                                       f"checkpoint, and this process may have loaded parts of a damaged copy; start it "
                                       f"again, as shoal run does with --max-restarts: the training then begins anew"
-                                      ) from damage
+                                      ) from failure
             warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
             return None, None
         if not all(visible):
@@ -252,8 +260,13 @@ class Checkpointer:
                                   f"that all ranks share")
         groups = (group_names(training.sharded, training.optimizer) if wanted.moments and training.optimizer is not None
                   else None)
-        return self._load(training, wanted, open_checkpoint(load_dir, None if tag is None else str(tag),
-                                                            ranks=self._open_writer().ranks, groups=groups))
+        try:
+            return self._load(training, wanted, open_checkpoint(load_dir, None if tag is None else str(tag),
+                                                                ranks=self._open_writer().ranks, groups=groups))
+        except CheckpointDamaged as error:  # on every rank
+            if not newest or (copied := self._load_stand_in(training, Path(load_dir), wanted, error)) is None:
+                raise
+            return copied
 
     def _load_copy(self, training: TrainingObjects, load_dir: Path, wanted: _Wanted,
                    ) -> tuple[tuple[str, dict[str, Any]] | None, CheckpointError | None]:
@@ -261,18 +274,55 @@ class Checkpointer:
 
         Returns what was loaded, None where there is no such copy; and why the last damaged copy could not be.
         """
-        damage: CheckpointError | None = None
-        if self._vault is None:
-            return None, damage
+        assert self._vault is not None
+        on_disk, _ = self._steps_on_disk(load_dir)
+        loaded, failure = self._load_first(training, wanted, self._vault.generations(on_disk), load_dir)
+        if loaded is None:
+            self._goes_on_from = on_disk
+        elif on_disk < 0 and self._parameter_groups.world.rank == 0 and (fault := damage(load_dir)) is not None:
+            logger.warning("load_checkpoint: the newest checkpoint is damaged, and the copy of step %d in memory took its "
+                           "place: %s", training.progress.global_steps, fault)
+        return loaded, failure
+
+    def _load_stand_in(self, training: TrainingObjects, load_dir: Path, wanted: _Wanted, fault: CheckpointDamaged,
+                       ) -> tuple[str, dict[str, Any]] | None:
+        """Load the newest intact copy of the vault in the place of the checkpoint on disk, which is damaged by `fault`.
+
+        None where memory has no copy that is as new as the other checkpoints of the folder; nothing is loaded then.
+        """
+        assert self._vault is not None
+        on_disk, others = self._steps_on_disk(load_dir)
+        loaded, _ = self._load_first(training, wanted, self._vault.stand_ins(on_disk, others - 1), load_dir)
+        if loaded is not None and self._parameter_groups.world.rank == 0:
+            logger.warning("load_checkpoint: the newest checkpoint is damaged, and the copy of step %d in memory took its "
+                           "place: %s", training.progress.global_steps, fault)
+        return loaded
+
+    def _steps_on_disk(self, load_dir: Path) -> tuple[int, int]:
+        """Return the steps of the checkpoint that `latest` names, and the most steps of another one; -1 where none is there.
+
+        A checkpoint counts if it is complete. A collective call.
+        """
         name = latest(load_dir)
-        steps = [tag.step for tag in (tags(load_dir) if load_dir.is_dir() else []) if tag.name == name]
-        on_disk = max(self._parameter_groups.world.gather_objects(max(steps, default=-1)))
-        for copy in self._vault.generations(on_disk):
+        found = tags(load_dir) if load_dir.is_dir() else []
+        seen = self._parameter_groups.world.gather_objects(tuple(
+            max((tag.step for tag in found if (tag.name == name) is is_latest), default=-1) for is_latest in (True, False)))
+        return max(steps for steps, _ in seen), max(steps for _, steps in seen)
+
+    def _load_first(self, training: TrainingObjects, wanted: _Wanted, copies: list[Generation], load_dir: Path,
+                    ) -> tuple[tuple[str, dict[str, Any]] | None, CheckpointError | None]:
+        """Load the first of `copies` that is intact, and remove those before it.
+
+        Returns what was loaded, None where no copy was; and why the last damaged copy could not be.
+        """
+        assert self._vault is not None
+        failure: CheckpointError | None = None
+        for copy in copies:
             try:
                 loaded = self._load(training, wanted, self._vault.open(copy, self._open_writer().ranks))
             except CheckpointError as error:
                 self._vault.remove(copy, error)
-                damage = error
+                failure = error
                 continue
             others = self._vault.disagreement(copy.step)
             if self._parameter_groups.world.rank == 0:
@@ -281,9 +331,20 @@ class Checkpointer:
                     logger.warning("load_checkpoint: loaded the copy of step %d in memory, and another engine has copies of "
                                    "steps %s alone; if the two train together, they are out of step: give both the same "
                                    "resilience.vault.every, or load checkpoints by their tag", copy.step, others)
-            return loaded, damage
-        self._goes_on_from = on_disk
-        return None, damage
+                self._warn_of_client_state(copy.step)
+            return loaded, failure
+        return None, failure
+
+    def _warn_of_client_state(self, step: int) -> None:
+        """Warn that the client state of the loaded copy is not of its step, unless the script has saved an empty one."""
+        if self._client_step is None:
+            found = "is empty, for the script has saved none"
+        elif self._client_step != step and self._client_state:
+            found = f"is that of step {self._client_step}, which was saved last"
+        else:
+            return
+        warn_once(f"load_checkpoint: the client state of the copy of step {step} in memory {found}; take the position of "
+                  f"the script from engine.global_steps and the loader, not from the client state")
 
     def _load(self, training: TrainingObjects, wanted: _Wanted, opened: Snapshot) -> tuple[str, dict[str, Any]]:
         training.sharded.finish_pending()
@@ -296,6 +357,7 @@ class Checkpointer:
             if wanted.everything:
                 self._load_values(training, snapshot, private, optimizer=wanted.optimizer, schedule=wanted.schedule)
                 self._client_state = client_state
+                self._client_step = cast("int | None", snapshot.shared.get(CLIENT_STEP, training.progress.global_steps))
                 self._goes_on_from = training.progress.global_steps
             return str(snapshot.path), client_state
 
@@ -337,9 +399,9 @@ class Checkpointer:
                     pass
         return tags[0]
 
-    def _shared_values(self, training: TrainingObjects, client_state: Mapping[str, Any],
+    def _shared_values(self, training: TrainingObjects, client_state: Mapping[str, Any], client_step: int | None,
                        exclude_frozen: bool) -> dict[str, object]:
-        """Return the values that are the same on every rank."""
+        """Return the values that are the same on every rank; the client state is of step `client_step`."""
         sharded, optimizer = training.sharded, training.optimizer
         kept = {name for name, p in sharded.named().items() if p.requires_grad or not exclude_frozen}
         shapes = {name: shape for name, shape in parameter_shapes(sharded).items() if name in kept}
@@ -360,6 +422,7 @@ class Checkpointer:
             "data": data_state(training.dataloader, training.optimizer),
             "guard": None if training.guard is None else training.guard.state_dict(),
             "client_state": dict(client_state),
+            CLIENT_STEP: client_step,
         }
 
     def _of_all_stages(self, facts: dict[str, T]) -> dict[str, T]:
@@ -376,7 +439,7 @@ class Checkpointer:
         sharded = training.sharded
         pieces = list(weights_to_load(sharded, snapshot, strict=strict))
         if moments and training.optimizer is not None:
-            pieces += moments_to_load(sharded, training.optimizer, snapshot)
+            pieces += self._moments(sharded, training.optimizer, snapshot)
         sharded.set_compression(gradient=False, weights=False, skip_sync=False)
         snapshot.fill(pieces)
         names = set(snapshot.names()) if moments else set[str]()
@@ -391,6 +454,24 @@ class Checkpointer:
         for unit in sharded.trainable:
             unit.publish()
         self._load_residuals(sharded, snapshot if moments else None)
+
+    def _moments(self, sharded: ShardedModel, optimizer: ShardedOptimizer, snapshot: Snapshot) -> list[Piece]:
+        """Return the pieces of the optimizer's state; if a rank finds a damaged number, every rank raises."""
+        damaged: CheckpointDamaged | None = None
+        pieces: list[Piece] = []
+        try:
+            pieces += moments_to_load(sharded, optimizer, snapshot)
+        except CheckpointDamaged as error:
+            damaged = error
+
+        def report() -> None:
+            if damaged is not None:
+                raise damaged
+
+        ranks = self._open_writer().ranks
+        with ranks.lock:
+            ranks.run_collectively(f"could not load {snapshot.path}", report)
+        return pieces
 
     @torch.no_grad()
     def _load_residuals(self, sharded: ShardedModel, snapshot: Snapshot | None) -> None:

@@ -11,6 +11,6 @@
 """
 
 from shoal.interchange.contents import ForeignCheckpoint, PieceSnapshot
-from shoal.interchange.opening import latest, open_checkpoint
+from shoal.interchange.opening import damage, latest, open_checkpoint
 
-__all__ = ["ForeignCheckpoint", "PieceSnapshot", "latest", "open_checkpoint"]
+__all__ = ["ForeignCheckpoint", "PieceSnapshot", "damage", "latest", "open_checkpoint"]

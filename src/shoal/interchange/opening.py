@@ -15,7 +15,8 @@ from shoal.interchange.layout import has_deepspeed_files
 from shoal.interchange.reader import read_folder
 from shoal.interchange.universal import LATEST_UNIVERSAL, is_universal, read_universal
 
-__all__ = ["latest", "open_checkpoint"]
+__all__ = ["damage", "latest", "open_checkpoint"]
+
 
 def latest(where: Path) -> str | None:
     """Return the tag that was saved last, of a universal checkpoint if there is no other; None if there is none."""
@@ -23,6 +24,24 @@ def latest(where: Path) -> str | None:
     if tag is None and (where / LATEST_UNIVERSAL).is_file():
         tag = (where / LATEST_UNIVERSAL).read_text().strip() or None
     return tag
+
+
+def damage(where: Path) -> str | None:
+    """Return why the checkpoint that `latest` names cannot be loaded, as its index and the sizes of its files show.
+
+    None where they show no damage, where nothing is named, and for a checkpoint that DeepSpeed wrote.
+    """
+    name = latest_tag(where)
+    if name is None or _foreign(where, name) is not None:
+        return None
+    path = folder.locate(where, name)
+    if path is None:
+        return f"{where}: 'latest' names {name!r}, but there is no such checkpoint"
+    try:
+        faults = folder.faults(path, folder.load_index(path))
+    except CheckpointError as error:
+        return str(error)
+    return "\n  ".join([f"{path}: damaged", *faults]) if faults else None
 
 
 def open_checkpoint(where: str | os.PathLike[str], tag: str | None = None, *, ranks: Ranks | None = None,

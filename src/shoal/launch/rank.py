@@ -80,9 +80,9 @@ def main(argv: list[str]) -> None:
             sys.stderr.write(f"shoal run: {target!r} cannot be executed: {error.strerror}"
                              f"{'; a script begins with #!, such as #!/bin/sh' if error.errno == errno.ENOEXEC else ''}\n")
             os._exit(126)
-    last = LastExit()
-    atexit.register(last)  # handlers run in reverse order, so this is the last one
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    last = LastExit(path)
+    atexit.register(last)  # handlers run in reverse order, so this is the last one
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the stream
     if path and not faulthandler.is_enabled():
@@ -113,12 +113,22 @@ def main(argv: list[str]) -> None:
 
 
 class LastExit:
-    """The last exit handler of a rank: once a `code` is set, it flushes what is open, and ends the process with it."""
+    """The last exit handler of a rank: once a `code` is set, it flushes what is open, and ends the process with it.
 
-    def __init__(self) -> None:
+    A save that failed after the script had its last chance to learn of it sets the code to 1, and is the rank's error.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Report in the error file `path`."""
         self.code: int | None = None
+        self._path = path
 
     def __call__(self) -> None:
+        saves = sys.modules.get("shoal.checkpoint.unreported")
+        if self.code is None and saves is not None and (failure := saves.failure()) is not None:
+            self.code = 1
+            with _handlers_silenced():
+                record(self._path, failure, "")
         if self.code is None:
             return
         for each in gc.get_objects():

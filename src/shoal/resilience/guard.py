@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from math import inf, isclose, isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -116,6 +116,9 @@ class Guard:
         self._record = max(ranks.gather_objects(_read(path)), key=lambda record: record.number)
         self._losses: list[Tensor] = []
         self._accepted = 0
+        self._raised: tuple[type[GuardError], str] | None = None
+        """The kind and the message of the error after which this process takes no step."""
+        self._has_raised_again = False
         self._history = {name: History(settings.window, settings.deviations) for name in ("loss", "gradient norm")}
 
     @property
@@ -137,8 +140,19 @@ class Guard:
 
         `norm` is that of the gradients of all ranks, `gradient` this rank's own, a number; `samples` returns those of the
         step. An `overflow` is left to the loss scale, and enters no history: it only proves that a replay gave another
-        result. Raises `GuardRewind` to restart from the last copy, `GuardError` where the samples cannot be skipped.
+        result. Raises `GuardRewind` to restart from the last copy, `GuardError` where the samples cannot be skipped. A
+        script that catches either gets it again at each step, until it loads a checkpoint: a further step is no replay.
         """
+        if self._raised is not None:
+            self._raise_again(*self._raised)
+        try:
+            self._judge(step, norm, gradient, samples, overflow=overflow)
+        except GuardError as error:  # on every rank
+            self._raised = type(error), str(error)
+            raise
+
+    def _judge(self, step: int, norm: float, gradient: Tensor, samples: Callable[[], Iterable[Samples]], *,
+               overflow: bool) -> None:
         suspect = self._record.suspect
         replayed = suspect is not None and suspect.step == step
         if overflow and not replayed:
@@ -170,10 +184,23 @@ class Guard:
         return {name: list(history.values) for name, history in self._history.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned, with a checkpoint: the next step goes on from there."""
+        self._raised = None
         for name, history in self._history.items():
             history.values.clear()
             history.values.extend(cast("list[float]", state.get(name, [])))
+
+    def _raise_again(self, kind: type[GuardError], error: str) -> NoReturn:
+        """Raise an error that the script has caught, and log that it did, because it may catch this one too."""
+        name = kind.__name__
+        text = (f"the script caught the {name} of an earlier step and goes on, so no step is taken and nothing is replayed. "
+                f"Let it end the process, so that the job restarts from its last copy: where the script catches all "
+                f"exceptions, add `except shoal.errors.GuardError: raise` before. The {name} was: {error}")
+        if not self._has_raised_again and self._ranks.rank == 0:
+            logger.error("resilience.guard: %s", text)
+        self._has_raised_again = True
+        self._losses.clear()
+        raise kind(text)
 
     def _measure(self, step: int, norm: float, gradient: Tensor) -> _Measured:
         total = float(torch.stack([loss.double().reshape(()).cpu() for loss in self._losses]).sum()) if self._losses else 0.0

@@ -132,7 +132,7 @@ class Vault:
             self._ranks.gather_objects(None)  # no rank makes a file before those are gone
             rank = self._ranks.rank
             self._writer = Writer(Ranks.join(self._ranks.group), self._nodes, LinkedStaging(self._staged / str(rank), rank),
-                                  log_level=logging.DEBUG)  # one each `every` steps
+                                  log_level=logging.DEBUG, optional=True)  # one each `every` steps
         return self._writer
 
     def wait_until_ended(self) -> None:
@@ -157,6 +157,15 @@ class Vault:
             return []
         own = self._generations(self.folder, after)
         return sorted(own, key=lambda each: all(each.step in of_one for of_one in steps), reverse=True)
+
+    def stand_ins(self, step: int, after: int) -> list[Generation]:
+        """Return the generations that can stand in for a damaged checkpoint of `step` steps, in the order to load them.
+
+        They are of more than `after` steps. Where the script has other engines, whose checkpoints may be intact, only one of
+        `step` steps keeps this engine in step with them. A collective call.
+        """
+        found = self.generations(after)
+        return [each for each in found if each.step == step] if self._steps_of_others() else found
 
     def disagreement(self, step: int) -> str:
         """Return the steps of the generations in another vault that has none of `step`; empty if there is no such vault.
