@@ -27,7 +27,7 @@ from enum import Enum
 from statistics import median
 
 from shoal.recording.page import KEPT, Reading, TrainingPhase, read
-from shoal.resilience.processes import Process, descendants, process
+from shoal.resilience.processes import FamilyTime, Process, process
 
 __all__ = ["StallKind", "Suspicion", "Watch"]
 
@@ -126,6 +126,7 @@ class Watch:
         self._stopped_since: dict[int, float] = {}
         self._meters: defaultdict[int, _Meter] = defaultdict(_Meter)
         self._child_meters: defaultdict[int, _Meter] = defaultdict(_Meter)
+        self._families: dict[int, FamilyTime] = {}
         self._calls: dict[int, tuple[int, TrainingPhase, bool, float]] = {}
         self._steps = 0
         self._ended = set[int]()
@@ -236,5 +237,6 @@ class Watch:
 
     def _is_idle(self, local_rank: int, pid: int, facts: Process, now: float) -> bool:
         """Whether neither the process nor one that it started has used a processor for about a second."""
+        family = self._families.setdefault(pid, FamilyTime(pid))
         return (self._meters[local_rank].look(lambda: facts.cpu, now)
-                and self._child_meters[local_rank].look(lambda: sum(each.cpu for each in descendants(pid).values()), now))
+                and self._child_meters[local_rank].look(family.seconds, now))
