@@ -163,6 +163,43 @@ def test_the_exit_code_of_a_rank_becomes_the_exit_code_of_the_run(run, script):
     assert "rank 0 of 1 failed: sys.exit(7)" in err
 
 
+FORK = """
+import atexit, os, sys, torch, shoal
+from shoal.recording.page import PAGES, read
+
+def train(engine):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+
+def begin():
+    engine, *_ = shoal.initialize(model=torch.nn.Linear(4, 4), config={
+        "train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    train(engine)
+    return engine
+
+atexit.register(print, "handled")
+engine = begin() if BEGUN else None
+child = os.fork()
+if child == 0:
+    END
+else:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    page = read(f"{os.environ[PAGES]}/rank{os.environ['LOCAL_RANK']}")
+    train(engine or begin())
+    print(code, page and page.phase.name)
+"""
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('x')", 1)])
+def test_a_child_that_a_rank_forks_ends_without_harm_to_the_rank(run, script, end, code, begun):
+    launch = run("--ranks", "2", script(FORK.replace("END", end).replace("BEGUN", str(begun))))
+    ended, out, err = launch.end()
+    told = f"{code} {'BETWEEN' if begun else None}"
+    assert (ended, sorted(out.splitlines())) == (0, [told] * 2 + ["handled"] * 4), err
+    assert err.count("ValueError: x\n") == (2 if "raise" in end else 0)
+
+
 def test_an_exit_code_whose_8_bits_are_zero_is_success(run, script):
     launch = run("--ranks", "2", script("import os, sys; sys.exit(256 * (os.environ['RANK'] == '0'))"))
     assert launch.end() == (0, "", "")

@@ -3,7 +3,8 @@
 The launcher executes this file by path. It imports the standard library only, and what its options ask for, so that a
 rank imports nothing that the user's script does not need. An exception that ends the rank is written to an error file; the
 launcher reports it once. A rank that failed runs its exit handlers and flushes its files, and leaves without the teardown of
-the interpreter, which takes torch most of a second.
+the interpreter, which takes torch most of a second. A child that the script forks (`os.fork`) leaves so too, and Python
+reports its error, if there is one: the rank goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> None:
             sys.stderr.write(f"shoal run: {target!r} cannot be executed: {error.strerror}"
                              f"{'; a script begins with #!, such as #!/bin/sh' if error.errno == errno.ENOEXEC else ''}\n")
             os._exit(126)
-    last = LastExit()
+    process, last = os.getpid(), LastExit()
     atexit.register(last)  # handlers run in reverse order, so this is the last one
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -91,6 +93,7 @@ def main(argv: list[str]) -> None:
         signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # which faulthandler restores at exit: else the signal would kill
         faulthandler.register(DUMP_SIGNAL, _file_until_exit(f"{path}{STACKS}"))
     atexit.register(destroy_gloo_groups)
+    os.register_at_fork(after_in_child=functools.partial(atexit.unregister, destroy_gloo_groups))
     try:
         if options.as_deepspeed:
             from shoal.compat import install
@@ -99,17 +102,38 @@ def main(argv: list[str]) -> None:
         try:
             execute(options.kind, target, args)
         finally:
-            end_training_phase()
-    except SystemExit as end:
-        # the system keeps 8 bits of a code: one that is 0 then is success, for the launcher and everybody else
-        if end.code is not None and (code := end.code & 0xFF if isinstance(end.code, int) else 1):
+            if os.getpid() == process:
+                end_training_phase()
+            else:  # a child that the script has forked; the teardown would wait for threads of gloo that it does not have
+                last.code = 0
+    except BaseException as error:
+        if os.getpid() != process:  # the rank goes on: Python reports the error
+            last.code = _code_of(error)
+            raise
+        _end_with(error, path, last)
+
+
+def _end_with(error: BaseException, path: str, last: LastExit) -> NoReturn:
+    """End a rank whose script has raised `error`, as Python does, but leave the traceback to the launcher."""
+    code = _code_of(error)
+    if isinstance(error, SystemExit):
+        if code:
             last.code = code
             with _handlers_silenced():
-                record(path, end, "", summary=f"sys.exit({end.code!r})")
-        raise
-    except BaseException as error:
-        last.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        _end(path, error, last.code)
+                record(path, error, "", summary=f"sys.exit({error.code!r})")
+        raise error
+    last.code = code
+    _end(path, error, code)
+
+
+def _code_of(error: BaseException) -> int:
+    """Return the exit code of a process that raised `error`.
+
+    The system keeps 8 bits of a code: one that is 0 then is success, for the launcher and everybody else.
+    """
+    if isinstance(error, SystemExit):
+        return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 class LastExit:

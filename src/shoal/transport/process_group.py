@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,7 +225,8 @@ def keep_threads() -> None:
     before, now = os.environ.pop(THREADS, ""), torch.get_num_threads()
     if before.isdecimal() and int(before) != now:
         logger.info("this rank computes with %s threads, as in the last attempt, and not with %d: it was forked from an "
-                    "interpreter that had imported torch, so what the script set before its import had no effect", before, now)
+                    "interpreter that had imported torch, so what the script set before its import had no effect",
+                    before, now)
         torch.set_num_threads(int(before))
     page.note_threads(torch.get_num_threads())
 
@@ -289,6 +290,7 @@ def _join(info: RankInfo, backend: str, wait: timedelta) -> None:
 def _leave_at_exit() -> None:
     """Have this process leave its process groups at exit: those that this file has made, and all of gloo's."""
     atexit.register(_leave)
+    os.register_at_fork(after_in_child=partial(atexit.unregister, _leave))  # the connections are this process's
 
 
 def _leave() -> None:
