@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 
+from shoal.launch import rank
 from shoal.resilience.processes import process
 
 ALL_REDUCE = """
@@ -509,6 +510,28 @@ raise ValueError("the cause")
     assert "rank 0 of 2 failed: ValueError: the cause" in err
     assert "then rank 1" not in err
     assert (tmp_path / "left").read_text() == "rank 1 has ended"
+
+
+@pytest.mark.parametrize(("name", "seconds", "left"), [
+    ("prefetch", 1000, ["handled"]), ("writer", 1, ["wrote", "handled"]),
+    ("shoal-save-1", rank.THREADS_END + 2, ["wrote", "handled"])])
+@pytest.mark.parametrize("end", ["raise ValueError('the cause')", "sys.exit(3)"])
+def test_a_rank_that_failed_waits_for_its_threads_a_short_time(run, script, end, name, seconds, left):
+    launch = run("--ranks", "1", "--grace", "60", script(f"""
+import atexit, sys, threading, time
+
+def write():
+    time.sleep({seconds})
+    print("wrote", flush=True)
+
+atexit.register(print, "handled", flush=True)
+threading.Thread(target=write, name={name!r}).start()
+{end}
+"""))
+    code, out, err = launch.end()
+    assert (code, out.splitlines()) == (3 if "exit" in end else 1, left), err
+    assert err.count("its threads still run: prefetch. End them") == (1 if left == ["handled"] else 0)
+    assert "TimeoutError" not in err
 
 
 def test_a_rank_that_ends_writes_what_its_handlers_objects_and_files_hold(run, script, tmp_path):

@@ -41,6 +41,10 @@ DUMP_SIGNAL = signal.SIGRTMIN + 5
 """The signal at which a rank writes the stacks of its threads to a file, the error file's name with `STACKS`."""
 STACKS = ".stacks"
 
+THREADS_END = 5.0
+"""Seconds for which a rank that failed waits for its threads before its exit handlers run; the other ranks wait for it."""
+SAVES = "shoal-save"
+"""How the names of threads begin that write a checkpoint: these have the whole grace period."""
 GLOO_EXIT_DELAY = 0.1
 """Seconds at exit for gloo's threads to release their tensors, which takes microseconds once they are scheduled."""
 
@@ -121,9 +125,48 @@ def _end_with(error: BaseException, path: str, last: LastExit) -> NoReturn:
             last.code = code
             with _handlers_silenced():
                 record(path, error, "", summary=f"sys.exit({error.code!r})")
+            _limit_wait_for_threads()
         raise error
     last.code = code
     _end(path, error, code)
+
+
+def _limit_wait_for_threads() -> None:
+    """Have Python, which waits for threads that are no daemons before exit handlers, wait for `THREADS_END` seconds only.
+
+    A signal handler that raises ends that wait, and Python goes on with the exit handlers.
+    """
+    threading = sys.modules.get("threading")
+    if threading is None or not _running_threads(threading):
+        return
+    hook = sys.unraisablehook
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        running = _running_threads(threading)
+        if any(name.startswith(SAVES) for name in running):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            return
+        sys.stderr.write(f"shoal run: rank {os.environ.get('RANK')} has failed, and leaves though {THREADS_END:g} s later its "
+                         f"threads still run: {', '.join(running)}. End them when training fails, or make them daemons\n")
+        sys.unraisablehook = _ignore  # which would show the error
+        raise TimeoutError
+
+    def begin_handlers() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
+
+    atexit.register(begin_handlers)  # the first one that runs
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, THREADS_END)
+
+
+def _running_threads(threading: types.ModuleType) -> list[str]:
+    """Return the names of the threads for which Python waits at its exit."""
+    return [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+
+
+def _ignore(_: object) -> None:
+    """Show nothing."""
 
 
 def _code_of(error: BaseException) -> int:
@@ -326,6 +369,7 @@ def _end(path: str, error: BaseException, code: int) -> NoReturn:
         sys.stderr.write(text)
     elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):
         sys.excepthook(type(error), error, start)  # the user's hook; torch's hook only prints
+    _limit_wait_for_threads()
     sys.exit(code)
 
 
