@@ -147,7 +147,8 @@ def _limit_wait_for_threads() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             return
         sys.stderr.write(f"shoal run: rank {os.environ.get('RANK')} has failed, and leaves though {THREADS_END:g} s later "
-                         f"its threads still run: {', '.join(running)}. End them when training fails, or make them daemons\n")
+                         f"its threads still run: {', '.join(running)}. "
+                         "End them when training fails, or make them daemons\n")
         sys.unraisablehook = _ignore  # which would show the error
         raise TimeoutError
 
