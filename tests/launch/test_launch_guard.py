@@ -54,3 +54,17 @@ def test_a_vault_larger_than_memory_ends_the_job_before_its_first_step(start, sc
     assert ":/dev/shm has 59.9" in line
     assert " MiB free, and copies need 103.1 MiB of memory on this node (2 generations, and the next). Another " in line
     assert "enlarge /dev/shm (mount -o remount,size=SIZE /dev/shm; docker run --shm-size SIZE), put less state on a" in line
+
+
+def test_a_number_of_ranks_that_no_elastic_batch_fits_ends_the_job(run, script):
+    """A restart would have as many; the message says which numbers are valid."""
+    launch = run("--ranks", "1", "--max-restarts", "3", script("""
+import torch, shoal
+shoal.initialize(model=torch.nn.Linear(4, 4), config={"optimizer": {"type": "AdamW"}, "elasticity": {
+    "enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [6], "min_gpus": 2, "version": 0.1}})
+"""))
+    code, _, err = launch.end()
+    assert code == 1
+    assert err.count("restarting all ranks") == 0
+    (line,) = (line for line in err.splitlines() if line.startswith("WorldSizeError: "))
+    assert "1 data ranks cannot share a batch of 24 in micro-batches of 6; run on 2, 4" in line

@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 
+from shoal.launch import rank
 from shoal.resilience.processes import process
 
 ALL_REDUCE = """
@@ -161,6 +162,43 @@ def test_the_exit_code_of_a_rank_becomes_the_exit_code_of_the_run(run, script):
     code, _, err = launch.end()
     assert code == 7
     assert "rank 0 of 1 failed: sys.exit(7)" in err
+
+
+FORK = """
+import atexit, os, sys, torch, shoal
+from shoal.recording.page import PAGES, read
+
+def train(engine):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+
+def begin():
+    engine, *_ = shoal.initialize(model=torch.nn.Linear(4, 4), config={
+        "train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    train(engine)
+    return engine
+
+atexit.register(print, "handled")
+engine = begin() if BEGUN else None
+child = os.fork()
+if child == 0:
+    END
+else:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    page = read(f"{os.environ[PAGES]}/rank{os.environ['LOCAL_RANK']}")
+    train(engine or begin())
+    print(code, page and page.phase.name)
+"""
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('x')", 1)])
+def test_a_child_that_a_rank_forks_ends_without_harm_to_the_rank(run, script, end, code, begun):
+    launch = run("--ranks", "2", script(FORK.replace("END", end).replace("BEGUN", str(begun))))
+    ended, out, err = launch.end()
+    told = f"{code} {'BETWEEN' if begun else None}"
+    assert (ended, sorted(out.splitlines())) == (0, [told] * 2 + ["handled"] * 4), err
+    assert err.count("ValueError: x\n") == (2 if "raise" in end else 0)
 
 
 def test_an_exit_code_whose_8_bits_are_zero_is_success(run, script):
@@ -472,6 +510,28 @@ raise ValueError("the cause")
     assert "rank 0 of 2 failed: ValueError: the cause" in err
     assert "then rank 1" not in err
     assert (tmp_path / "left").read_text() == "rank 1 has ended"
+
+
+@pytest.mark.parametrize(("name", "seconds", "left"), [
+    ("prefetch", 1000, ["handled"]), ("writer", 1, ["wrote", "handled"]),
+    ("shoal-save-1", rank.THREADS_END + 2, ["wrote", "handled"])])
+@pytest.mark.parametrize("end", ["raise ValueError('the cause')", "sys.exit(3)"])
+def test_a_rank_that_failed_waits_for_its_threads_a_short_time(run, script, end, name, seconds, left):
+    launch = run("--ranks", "1", "--grace", "60", script(f"""
+import atexit, sys, threading, time
+
+def write():
+    time.sleep({seconds})
+    print("wrote", flush=True)
+
+atexit.register(print, "handled", flush=True)
+threading.Thread(target=write, name={name!r}).start()
+{end}
+"""))
+    code, out, err = launch.end()
+    assert (code, out.splitlines()) == (3 if "exit" in end else 1, left), err
+    assert err.count("its threads still run: prefetch. End them") == (1 if left == ["handled"] else 0)
+    assert "TimeoutError" not in err
 
 
 def test_a_rank_that_ends_writes_what_its_handlers_objects_and_files_hold(run, script, tmp_path):

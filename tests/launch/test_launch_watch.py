@@ -94,6 +94,27 @@ def test_a_stopped_rank_is_killed_and_spares_take_over(run, script):
     launch.wait_until_gone()
 
 
+def test_a_forked_rank_keeps_the_threads_that_its_script_chose(run, script):
+    text = TRAIN.replace("FAULT", "pass").replace("seed}", "seed} {torch.get_num_threads()}").replace(
+        "12 if attempt else", "12 if attempt == 2 else").replace("config = {", "config = {'log_level': 'info', ")
+    launch = run("--ranks", "1", "--max-restarts", "2", script(f"import os\nos.environ['OMP_NUM_THREADS'] = '2'\n{text}"))
+    found = list[tuple[str, str, str]]()
+    for attempt in range(3):  # what the second attempt was given, the third one is given too
+        words = launch.read(2)[-1].split()
+        found.append((words[5], words[6], words[8]))
+        deadline = time.monotonic() + 60
+        while not any(is_spare(pid) for pid in launch.family()):
+            assert time.monotonic() < deadline, launch.family()
+            time.sleep(0.1)
+        if attempt < 2:
+            os.kill(int(words[4]), signal.SIGKILL)
+    code, _, err = launch.end()
+    assert code == 0, err
+    assert found == [("0", "False", "2"), ("1", "True", "2"), ("2", "True", "2")]
+    assert err.count("computes with 2 threads, as in the last attempt, and not with 1") == 2
+    launch.wait_until_gone()
+
+
 def test_a_spare_that_was_stopped_delays_no_restart(run, script):
     launch = run("--ranks", "2", "--max-restarts", "1", script(TRAIN.replace("FAULT", "pass")))
     ranks = pids(launch.read(4))

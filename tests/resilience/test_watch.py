@@ -23,7 +23,7 @@ from shoal.launch.printing import are_full
 from shoal.recording.page import KEPT, PAGES, RankPage, TrainingPhase, phase_of, read
 from shoal.recording.page import page as this_page
 from shoal.resilience import watch
-from shoal.resilience.processes import process
+from shoal.resilience.processes import FamilyTime, process
 from shoal.resilience.watch import StallKind, Watch
 from shoal.testing import run_ranks
 
@@ -275,6 +275,72 @@ def test_a_rank_is_not_hung_while_a_process_that_it_started_works(pair, tmp_path
     finally:
         os.kill(worker, signal.SIGKILL)
         parent.wait()
+        parent.stdout.close()
+
+
+def test_a_rank_that_waits_for_one_process_after_another_works(pair, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script evaluates, or converts files, by commands that take a second each."""
+    watched, _ = pair
+    monkeypatch.setattr(watch, "LEAST", 1.0)  # ten times as long where it works: longer than this test looks
+    use = "import time; end = time.process_time() + 1.2\nwhile time.process_time() < end: pass"
+    parent = subprocess.Popen([sys.executable, "-c", "import subprocess, sys\nwhile True: "
+                                                     f"subprocess.run([sys.executable, '-S', '-c', {use!r}])"],
+                              start_new_session=True)
+    try:
+        enter(str(tmp_path), 0, parent.pid, TrainingPhase.BETWEEN, waits=0)
+        assert verdicts(watched, [parent], 6.0) == {}
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+
+
+FAMILY = """
+import os, subprocess, sys, time
+def use(): [None for _ in iter(lambda: time.process_time() < 0.4, False)]
+for order in map(str.strip, sys.stdin):
+    if order == "begin" and not os.fork():
+        use()
+        print(flush=True)
+        time.sleep(1000)
+    if order == "another" and not os.fork():
+        if not os.fork():
+            use()
+            os._exit(0)
+        os.wait()
+        os._exit(0)
+    if order != "begin":
+        os.wait()
+        print(flush=True)
+"""
+
+
+def test_the_time_of_a_child_counts_once_whether_it_lives_or_has_ended() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                              start_new_session=True)
+    assert parent.stdin is not None and parent.stdout is not None
+
+    def after(order: str) -> float:
+        """Return the seconds of the family after an order to the parent."""
+        assert parent.stdin is not None and parent.stdout is not None
+        parent.stdin.write(f"{order}\n")
+        parent.stdin.flush()
+        parent.stdout.readline()
+        return family.seconds()
+
+    try:
+        family = FamilyTime(parent.pid)
+        assert family.seconds() == 0
+        child = after("begin")
+        assert child >= 0.35
+        (living,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        os.kill(int(living), signal.SIGKILL)
+        assert after("wait") - child < 0.1  # it has been counted
+        assert after("another") - child >= 0.35  # two generations that began and ended between two looks
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdin.close()
         parent.stdout.close()
 
 

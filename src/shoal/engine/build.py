@@ -157,6 +157,7 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
             raise
         failure_board = FailureBoard(check_ranks_agree(model, mesh, settings))
         _set_up_log(settings)
+        process_group.keep_threads()
         with _published_on_failure(failure_board):
             zero = settings.zero_optimization
             parameter_groups = parameter_groups_of(mesh, model, zero.stage, partial(

@@ -33,7 +33,7 @@ from shoal.optim.settings import OptimizerSettings
 from shoal.pipeline.settings import PipelineSettings
 from shoal.precision.settings import Bf16Settings, DataTypes, Fp16Settings
 from shoal.recording.settings import CommsLoggerSettings
-from shoal.resilience.elastic import elastic_batch
+from shoal.resilience.elastic import WorldSizeError, elastic_batch
 from shoal.resilience.settings import ElasticitySettings, ResilienceSettings
 from shoal.schedule.settings import ScheduleSettings
 from shoal.tensor_parallel.settings import TensorParallelSettings
@@ -320,12 +320,14 @@ class Config(Section):
             batch = elastic_batch(self.elasticity, ranks.count)
         except ConfigError as error:
             path, _, message = str(error).partition(": ")
-            findings.problems.append(Problem(path=path, message=f"{message} (data ranks: {ranks.origin})"))
+            findings.problems.append(Problem(path=path, message=f"{message} (data ranks: {ranks.origin})",
+                                             kind=type(error)))
             return self
         if batch.micro is None:
             message = (f"none of them divides the {batch.total // ranks.count} samples that each of {ranks} has of a "
                        f"batch of {batch.total}; add one that does")
-            findings.problems.append(Problem(path="elasticity.micro_batch_sizes", message=message))
+            findings.problems.append(Problem(path="elasticity.micro_batch_sizes", message=message,
+                                             kind=WorldSizeError))
             return self
         accumulation = batch.total // (batch.micro * ranks.count)
         settled = {TOTAL: batch.total, MICRO: batch.micro, ACCUMULATION: accumulation}

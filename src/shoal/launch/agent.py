@@ -298,7 +298,7 @@ class Agent(LocalElasticAgent):
             node = cast(int, worker_group.group_rank)
             self._heartbeats = Heartbeats(cast(Store, worker_group.store), node, nodes, self._leave_cut_off,
                                           clocks=Clocks(node, nodes, self.console.status))
-        with nullcontext() if self._spare is None else self._spare.starting():
+        with nullcontext() if self._spare is None else self._spare.starting(self._reaction.threads):
             pids = cast("dict[int, int]", super()._start_workers(worker_group))  # pyright: ignore[reportCallIssue]  as above
         record = JobRecord(
             job=self.plan.job, agent=os.getpid(), attempt=self._attempt, attempts=self.plan.max_restarts + 1,

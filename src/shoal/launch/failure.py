@@ -30,7 +30,7 @@ CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.Di
                      "builtins.ConnectionError", "shoal.errors.CollectiveFailed", "shoal.errors.CollectiveTimeout",
                      "shoal.errors.StageFailed")
 CONNECTION_ERROR_TEXTS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-FINAL_ERRORS = ("shoal.errors.GuardError", "shoal.errors.VaultTooLarge")
+FINAL_ERRORS = ("shoal.errors.GuardError", "shoal.errors.VaultTooLarge", "shoal.resilience.elastic.WorldSizeError")
 """The errors after which no restart follows; those of their subclasses ask for one."""
 WIDTH = 100
 

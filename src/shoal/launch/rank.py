@@ -3,7 +3,8 @@
 The launcher executes this file by path. It imports the standard library only, and what its options ask for, so that a
 rank imports nothing that the user's script does not need. An exception that ends the rank is written to an error file; the
 launcher reports it once. A rank that failed runs its exit handlers and flushes its files, and leaves without the teardown of
-the interpreter, which takes torch most of a second.
+the interpreter, which takes torch most of a second. A child that the script forks (`os.fork`) leaves so too, and Python
+reports its error, if there is one: the rank goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.machinery
@@ -39,6 +41,10 @@ DUMP_SIGNAL = signal.SIGRTMIN + 5
 """The signal at which a rank writes the stacks of its threads to a file, the error file's name with `STACKS`."""
 STACKS = ".stacks"
 
+THREADS_END = 5.0
+"""Seconds for which a rank that failed waits for its threads before its exit handlers run; the other ranks wait for it."""
+SAVES = "shoal-save"
+"""How the names of threads begin that write a checkpoint: these have the whole grace period."""
 GLOO_EXIT_DELAY = 0.1
 """Seconds at exit for gloo's threads to release their tensors, which takes microseconds once they are scheduled."""
 
@@ -81,7 +87,7 @@ def main(argv: list[str]) -> None:
                              f"{'; a script begins with #!, such as #!/bin/sh' if error.errno == errno.ENOEXEC else ''}\n")
             os._exit(126)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    last = LastExit(path)
+    process, last = os.getpid(), LastExit(path)
     atexit.register(last)  # handlers run in reverse order, so this is the last one
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the stream
@@ -91,6 +97,7 @@ def main(argv: list[str]) -> None:
         signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # which faulthandler restores at exit: else the signal would kill
         faulthandler.register(DUMP_SIGNAL, _file_until_exit(f"{path}{STACKS}"))
     atexit.register(destroy_gloo_groups)
+    os.register_at_fork(after_in_child=functools.partial(atexit.unregister, destroy_gloo_groups))
     try:
         if options.as_deepspeed:
             from shoal.compat import install
@@ -99,17 +106,78 @@ def main(argv: list[str]) -> None:
         try:
             execute(options.kind, target, args)
         finally:
-            end_training_phase()
-    except SystemExit as end:
-        # the system keeps 8 bits of a code: one that is 0 then is success, for the launcher and everybody else
-        if end.code is not None and (code := end.code & 0xFF if isinstance(end.code, int) else 1):
+            if os.getpid() == process:
+                end_training_phase()
+            else:  # a child that the script has forked; the teardown would wait for threads of gloo that it does not have
+                last.code = 0
+    except BaseException as error:
+        if os.getpid() != process:  # the rank goes on: Python reports the error
+            last.code = _code_of(error)
+            raise
+        _end_with(error, path, last)
+
+
+def _end_with(error: BaseException, path: str, last: LastExit) -> NoReturn:
+    """End a rank whose script has raised `error`, as Python does, but leave the traceback to the launcher."""
+    code = _code_of(error)
+    if isinstance(error, SystemExit):
+        if code:
             last.code = code
             with _handlers_silenced():
-                record(path, end, "", summary=f"sys.exit({end.code!r})")
-        raise
-    except BaseException as error:
-        last.code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        _end(path, error, last.code)
+                record(path, error, "", summary=f"sys.exit({error.code!r})")
+            _limit_wait_for_threads()
+        raise error
+    last.code = code
+    _end(path, error, code)
+
+
+def _limit_wait_for_threads() -> None:
+    """Have Python, which waits for threads that are no daemons before exit handlers, wait for `THREADS_END` seconds only.
+
+    A signal handler that raises ends that wait, and Python goes on with the exit handlers.
+    """
+    threading = sys.modules.get("threading")
+    if threading is None or not _running_threads(threading):
+        return
+    hook = sys.unraisablehook
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        running = _running_threads(threading)
+        if any(name.startswith(SAVES) for name in running):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            return
+        sys.stderr.write(f"shoal run: rank {os.environ.get('RANK')} has failed, and leaves though {THREADS_END:g} s later "
+                         f"its threads still run: {', '.join(running)}. "
+                         "End them when training fails, or make them daemons\n")
+        sys.unraisablehook = _ignore  # which would show the error
+        raise TimeoutError
+
+    def begin_handlers() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
+
+    atexit.register(begin_handlers)  # the first one that runs
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, THREADS_END)
+
+
+def _running_threads(threading: types.ModuleType) -> list[str]:
+    """Return the names of the threads for which Python waits at its exit."""
+    return [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+
+
+def _ignore(_: object) -> None:
+    """Show nothing."""
+
+
+def _code_of(error: BaseException) -> int:
+    """Return the exit code of a process that raised `error`.
+
+    The system keeps 8 bits of a code: one that is 0 then is success, for the launcher and everybody else.
+    """
+    if isinstance(error, SystemExit):
+        return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 class LastExit:
@@ -312,6 +380,7 @@ def _end(path: str, error: BaseException, code: int) -> NoReturn:
         sys.stderr.write(text)
     elif sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.distributed"):
         sys.excepthook(type(error), error, start)  # the user's hook; torch's hook only prints
+    _limit_wait_for_threads()
     sys.exit(code)
 
 

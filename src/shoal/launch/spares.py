@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessCo
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from shoal.launch.rank import SPARE
+from shoal.recording.page import THREADS
 from shoal.resilience.processes import process, processes
 
 __all__ = ["Spare", "serves_here"]
@@ -51,6 +52,8 @@ class Spare:
         self._tell = tell
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
+        self._threads: Mapping[int, int] = {}
+        """Compute threads of the last attempt, by local rank."""
 
     @property
     def pids(self) -> set[int]:
@@ -75,6 +78,8 @@ class Spare:
         """
         if self._process is None or self._orders is None:
             return None
+        if threads := self._threads.get(int(variables["LOCAL_RANK"])):
+            variables = {**variables, THREADS: str(threads)}
         order = json.dumps({"variables": variables, "stdout": stdout, "stderr": stderr})
         try:
             self._orders.settimeout(_IMPORTS)
@@ -112,9 +117,13 @@ class Spare:
             self._orders = None
 
     @contextmanager
-    def starting(self) -> Generator[None]:
-        """Have torch's agent fork ranks from the spare within the context."""
+    def starting(self, threads: Mapping[int, int]) -> Generator[None]:
+        """Have torch's agent fork ranks from the spare within the context; `threads` are those of the last attempt.
+
+        A script may set OMP_NUM_THREADS before it imports torch, which the spare has done without that.
+        """
         _reap_orphans(self.pids)
+        self._threads = threads
         with patch.object(local_elastic_agent, "start_processes", self._start) if self._process else nullcontext():
             yield
 

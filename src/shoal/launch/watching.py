@@ -55,6 +55,11 @@ class Reaction:
         self._watch.begin_attempt(ranks)
         self._reported.clear()
 
+    @property
+    def threads(self) -> Mapping[int, int]:
+        """Compute threads, by local rank, in the last attempt of as many ranks."""
+        return self._watch.threads
+
     def trained(self, local_ranks: int) -> bool:
         """Whether every rank of this node has taken a step in this attempt."""
         readings = [self._watch.reading(local_rank) for local_rank in range(local_ranks)]

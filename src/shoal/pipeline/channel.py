@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -124,6 +125,7 @@ _open_endpoints: WeakSet[ChannelEndpoint] = WeakSet()
 def _close_all_at_exit() -> None:
     """Close open endpoints at exit. Registered after the groups were made, it runs before they are destroyed."""
     atexit.register(_close_all)
+    os.register_at_fork(after_in_child=partial(atexit.unregister, _close_all))  # the connections are this process's
 
 
 def _close_all() -> None:

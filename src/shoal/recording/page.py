@@ -6,6 +6,7 @@ A write is a store to memory: no system call, no lock, nothing to wait for. The 
     the wait       which collective of other ranks the process is blocked in, if any
     the past       how long the last calls of each phase took, from which the agent learns how long is too long
     the trail      the collectives that were waited for last
+    the threads    with how many the process computed when it began to train
 
 A process without an agent writes the same fields into memory of its own.
 """
@@ -19,10 +20,12 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["KEPT", "PAGES", "RankPage", "Reading", "TrainingPhase", "page", "phase_of", "read"]
+__all__ = ["KEPT", "PAGES", "THREADS", "RankPage", "Reading", "TrainingPhase", "page", "phase_of", "read"]
 
 PAGES = "SHOAL_PAGES"
 """The environment variable that names the folder of a node's pages; the page of local rank R is the file `rankR`."""
+THREADS = "SHOAL_THREADS"
+"""The environment variable with the compute threads that this rank had in the last attempt; only forked ranks have it."""
 
 KEPT = 16
 """Durations that are kept of each phase."""
@@ -35,7 +38,7 @@ _WAIT = struct.Struct("<I4xd120s")
 _DURATION = struct.Struct("<f")
 _COUNT = struct.Struct("<I")
 _TRAIL, _NAME = 16, 120
-_AT_WAIT, _AT_PAST, _AT_TRAIL = 64, 256, 2048
+_AT_THREADS, _AT_WAIT, _AT_PAST, _AT_TRAIL = 48, 64, 256, 2048
 
 
 class TrainingPhase(IntEnum):
@@ -94,6 +97,7 @@ class RankPage:
         self._counts = [0] * len(TrainingPhase)
         self._seen = set[TrainingPhase]()
         self._first = 1
+        self._threads = 0
 
     @property
     def attached(self) -> bool:
@@ -152,6 +156,12 @@ class RankPage:
         _COUNT.pack_into(self._memory, _AT_WAIT, count)
 
 
+    def note_threads(self, count: int) -> None:
+        """Note that the process begins to train with `count` threads; what it sets later it sets in each attempt."""
+        self._threads = self._threads or count
+        _COUNT.pack_into(self._memory, _AT_THREADS, self._threads)
+
+
 page = RankPage()
 """The page of this process, which the engine and the transport write."""
 
@@ -175,6 +185,8 @@ class Reading:
     """Seconds of the last calls of each phase, the first one not counted."""
     trail: list[str]
     """The last collectives that were waited for, in no order."""
+    threads: int
+    """The compute threads of the process; 0 before it has told."""
 
 
 def read(path: str) -> Reading | None:
@@ -200,4 +212,4 @@ def read(path: str) -> Reading | None:
              for at in range(_AT_TRAIL, _AT_TRAIL + _TRAIL * _NAME, _NAME)]
     return Reading(pid=pid, calls=calls, steps=steps, since=since, phase=TrainingPhase(phase), first=bool(first),
                    waits=waits, waits_since=waits_since, waits_for=name.rstrip(b"\0").decode(errors="replace"), past=past,
-                   trail=[name for name in names if name])
+                   trail=[name for name in names if name], threads=_COUNT.unpack_from(memory, _AT_THREADS)[0])

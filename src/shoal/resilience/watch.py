@@ -27,7 +27,7 @@ from enum import Enum
 from statistics import median
 
 from shoal.recording.page import KEPT, Reading, TrainingPhase, read
-from shoal.resilience.processes import Process, descendants, process
+from shoal.resilience.processes import FamilyTime, Process, process
 
 __all__ = ["StallKind", "Suspicion", "Watch"]
 
@@ -107,6 +107,8 @@ class Watch:
         self.folder = folder
         self._whole_job = whole_job
         self._ranks = 0
+        self.threads: dict[int, int] = {}
+        """Compute threads, by local rank, in the last attempt of as many ranks that came so far."""
         self._firsts: dict[TrainingPhase, float] = {}
         self._earlier: dict[int, dict[TrainingPhase, list[float]]] = {}
         """Seconds of the last calls of earlier attempts, by local rank."""
@@ -118,6 +120,7 @@ class Watch:
     def begin_attempt(self, ranks: int) -> None:
         """Forget the processes of the last attempt, and what its calls took unless the job has as many ranks again."""
         self._earlier = self._durations() if ranks == self._ranks else {}
+        self.threads = self._threads() if ranks == self._ranks else {}
         self._ranks = ranks
         for name in os.listdir(self.folder):
             if name.startswith("rank"):
@@ -126,18 +129,26 @@ class Watch:
         self._stopped_since: dict[int, float] = {}
         self._meters: defaultdict[int, _Meter] = defaultdict(_Meter)
         self._child_meters: defaultdict[int, _Meter] = defaultdict(_Meter)
+        self._families: dict[int, FamilyTime] = {}
         self._calls: dict[int, tuple[int, TrainingPhase, bool, float]] = {}
         self._steps = 0
         self._ended = set[int]()
 
     def _durations(self) -> dict[int, dict[TrainingPhase, list[float]]]:
         """Return what the last calls took, of this attempt and the earlier ones."""
-        found = dict(self._earlier)
-        for name in os.listdir(self.folder):
-            if name.startswith("rank") and (reading := read(os.path.join(self.folder, name))) is not None:
-                local_rank = int(name.removeprefix("rank"))
-                found[local_rank] = {phase: self._past(local_rank, reading, phase) for phase in TrainingPhase}
-        return found
+        return self._earlier | {local_rank: {phase: self._past(local_rank, reading, phase) for phase in TrainingPhase}
+                                for local_rank, reading in self._readings().items()}
+
+    def _threads(self) -> dict[int, int]:
+        """Return the compute threads of the attempt that ends; of an earlier one where a rank has not told them."""
+        return self.threads | {local_rank: reading.threads for local_rank, reading in self._readings().items()
+                               if reading.threads}
+
+    def _readings(self) -> dict[int, Reading]:
+        """Return the pages of the attempt by local rank."""
+        readings = {int(name.removeprefix("rank")): read(os.path.join(self.folder, name))
+                    for name in os.listdir(self.folder) if name.startswith("rank")}
+        return {local_rank: reading for local_rank, reading in readings.items() if reading is not None}
 
     def _past(self, local_rank: int, reading: Reading, phase: TrainingPhase) -> list[float]:
         """Return the seconds of the last calls of a phase."""
@@ -236,5 +247,6 @@ class Watch:
 
     def _is_idle(self, local_rank: int, pid: int, facts: Process, now: float) -> bool:
         """Whether neither the process nor one that it started has used a processor for about a second."""
+        family = self._families.setdefault(pid, FamilyTime(pid))
         return (self._meters[local_rank].look(lambda: facts.cpu, now)
-                and self._child_meters[local_rank].look(lambda: sum(each.cpu for each in descendants(pid).values()), now))
+                and self._child_meters[local_rank].look(family.seconds, now))

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from shoal.device import HOST, accelerator, default_backend, device_count, group
 from shoal.device import current_device as current_accelerator
 from shoal.errors import LaunchError, RanksDisagree, UsageError
 from shoal.log import logger, set_rank, warn_once
-from shoal.recording.page import PAGES, page
+from shoal.recording.page import PAGES, THREADS, page
 from shoal.transport.gloo_threads import let_ranks_go_first
 from shoal.transport.launcher_env import RankInfo, discover
 
@@ -217,6 +217,20 @@ def _attach_page() -> None:
                            "page (%s); free memory there", memory, error)
 
 
+def keep_threads() -> None:
+    """Compute with as many threads as in the last attempt, where torch was imported before the script ran; tell the agent.
+
+    A script may have set OMP_NUM_THREADS before its `import torch`. With another number sums have other bits.
+    """
+    before, now = os.environ.pop(THREADS, ""), torch.get_num_threads()
+    if before.isdecimal() and int(before) != now:
+        logger.info("this rank computes with %s threads, as in the last attempt, and not with %d: it was forked from an "
+                    "interpreter that had imported torch, so what the script set before its import had no effect",
+                    before, now)
+        torch.set_num_threads(int(before))
+    page.note_threads(torch.get_num_threads())
+
+
 def _join_at(init_method: str | None, rank: int, ranks: int, backend: str, wait: timedelta) -> None:
     """Join at the caller's rendezvous; missing arguments come from the environment."""
     if rank < 0 or ranks < 0:
@@ -276,6 +290,7 @@ def _join(info: RankInfo, backend: str, wait: timedelta) -> None:
 def _leave_at_exit() -> None:
     """Have this process leave its process groups at exit: those that this file has made, and all of gloo's."""
     atexit.register(_leave)
+    os.register_at_fork(after_in_child=partial(atexit.unregister, _leave))  # the connections are this process's
 
 
 def _leave() -> None:
