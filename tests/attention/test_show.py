@@ -55,6 +55,13 @@ def test_layouts_that_differ_are_drawn_by_head_in_the_terminal_and_as_svg(tmp_pa
     assert len([each for each in drawn.iter() if each.get("class") == "empty"]) == 2
 
 
+def test_a_terminal_without_a_size_gets_a_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert show(tmp_path, {"mode": "fixed"}, "--length", "128") == 0
+    assert text(FixedSparsityConfig(1).make_layout(128)[0]) in capsys.readouterr().out
+
+
 def test_the_squares_of_the_svg_are_the_visited_blocks() -> None:
     layout = FixedSparsityConfig(1, 16).make_layout(256)[0]
     drawn = ElementTree.fromstring(svg("fixed", [Panel("<all>", layout)]))

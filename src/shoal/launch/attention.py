@@ -51,6 +51,8 @@ def main(args: argparse.Namespace) -> int:
     blocks = structure.blocks(length)
     panels = _panels(structure, length)
     console = Console()
+    if console.width < 2:  # COLUMNS=0, as where a terminal does not know its size
+        console = Console(width=80)
     for panel in panels:
         drawn = text(panel.layout, width=console.width)
         console.print(f"{panel.title}\n{drawn}\n", markup=False, highlight=False, soft_wrap=True)

@@ -155,7 +155,6 @@ class RankPage:
         """Note that `count` waits go on."""
         _COUNT.pack_into(self._memory, _AT_WAIT, count)
 
-
     def note_threads(self, count: int) -> None:
         """Note that the process begins to train with `count` threads; what it sets later it sets in each attempt."""
         self._threads = self._threads or count
