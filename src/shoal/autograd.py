@@ -3,6 +3,7 @@ keep nothing alive, and second derivatives of autograd functions."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -182,12 +183,12 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-class KeepsResults(TorchDispatchMode):
+class KeepsResults(TorchDispatchMode, ABC):
     """A mode that keeps what some computations return, so that one that runs again need not compute it."""
 
+    @abstractmethod
     def of_kernel(self, compute: Callable[[], T]) -> T:
         """Return what `compute` returns: a call of a kernel that is no operator of torch."""
-        raise NotImplementedError
 
 
 def kept_result(compute: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launched import wait
 
 from shoal.launch.orphans import MARK, Guardian, is_abandoned, marked, memory_folder, remove_abandoned, sweep
@@ -76,6 +77,19 @@ def test_the_next_launch_removes_what_a_launch_and_its_guardian_left(tmp_path):
         assert not folder.exists() and not temporary.exists()
     remove_abandoned()
     assert not Path(memory_folder("test-next")).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder of another user")
+def test_what_another_user_wrote_names_no_folder_to_remove(tmp_path):
+    mine, lure = tmp_path / "mine", Path(memory_folder("test-lure"))
+    mine.mkdir()
+    (tmp_path / "path").write_text(str(mine))
+    lure.mkdir()
+    (lure / "lock").symlink_to(tmp_path / "path")
+    os.chown(lure, 12345, 12345)
+    assert is_abandoned(lure)
+    remove_abandoned()
+    assert mine.is_dir() and not lure.exists()
 
 
 def test_the_guardian_of_a_killed_launcher_sweeps_and_removes_the_folder(tmp_path):

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator
 
 from shoal.config.published import Published, inert
 from shoal.config.section import Conflict, Positive, Section, Switch, Text, any_case, integral
-from shoal.sizes import parse_bytes
+from shoal.config.sizes import parse_bytes
 from shoal.tier.settings import OffloadParam
 
 __all__ = ["ActivationSettings", "FunctionSettings"]

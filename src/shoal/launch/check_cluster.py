@@ -17,13 +17,13 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from shoal.config.sizes import format_bytes
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import facts, selection
 from shoal.launch.cluster import Cluster, Node
 from shoal.launch.console import counted
 from shoal.launch.orphans import exit_on_signals
 from shoal.launch.protocol import AskTime, Down, Listen, Listening, Measure, Measured, Message, Signal, Time
-from shoal.sizes import format_bytes
 
 __all__ = ["add_arguments", "main"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
+from shoal.config.sizes import parse_bytes
 from shoal.errors import LaunchError
 from shoal.launch import failure
 from shoal.launch.failure import Failure
 from shoal.launch.outbox import Outbox
 from shoal.launch.printing import Printer
 from shoal.launch.protocol import Output, Report, Status
-from shoal.sizes import parse_bytes
 
 __all__ = ["Console", "RankLogs", "Remote", "Terminal", "check_log_dir", "counted", "numbered_ranks", "size_argument"]
 

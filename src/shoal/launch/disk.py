@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shoal.config.sizes import format_bytes
 from shoal.errors import UsageError
 from shoal.launch.console import size_argument
-from shoal.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

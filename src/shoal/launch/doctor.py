@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from shoal.config.sizes import format_bytes
 from shoal.errors import UsageError
 from shoal.launch.failure import REPORT, reports
 from shoal.launch.job_record import JobRecord, read_record
@@ -25,7 +26,6 @@ from shoal.launch.orphans import is_abandoned, memory_folder
 from shoal.launch.watching import stacks
 from shoal.recording.page import Reading, read
 from shoal.resilience.processes import Process, process
-from shoal.sizes import format_bytes
 from shoal.version import __version__
 
 __all__ = ["add_arguments", "jobs", "last_page", "leave_page", "main", "page_of"]

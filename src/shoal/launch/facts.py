@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from shoal.sizes import format_bytes
+from shoal.config.sizes import format_bytes
 from shoal.version import __version__
 
 __all__ = ["Facts", "disagreements", "faults", "gather"]

@@ -88,9 +88,8 @@ def remove_abandoned() -> None:
     for folder in Path(memory_folder("")).parent.glob("shoal-*"):
         if is_abandoned(folder):
             with suppress(OSError):
-                lock = folder / LOCK
-                if lock.stat().st_uid == os.geteuid():  # another user may have written anything into it
-                    shutil.rmtree(os.fsdecode(lock.read_bytes()), ignore_errors=True)
+                if folder.lstat().st_uid == os.geteuid():  # another user's may have any content, or link to it
+                    shutil.rmtree(os.fsdecode((folder / LOCK).read_bytes()), ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
 
 

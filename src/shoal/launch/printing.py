@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
-from shoal.sizes import format_bytes
+from shoal.config.sizes import format_bytes
 
 __all__ = ["KEPT", "Printer", "are_full", "print_status"]
 

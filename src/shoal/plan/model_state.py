@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shoal.config.sizes import format_bytes
 from shoal.errors import UsageError
-from shoal.sizes import format_bytes
 from shoal.zero.placement import STAGES, state_bytes
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shoal.config.sizes import format_bytes
 from shoal.recording.call import Key
 from shoal.recording.stats import CallStats, Lateness, Wait
-from shoal.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

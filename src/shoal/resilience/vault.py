@@ -25,9 +25,9 @@ from pathlib import Path
 from shoal.checkpoint import LinkedStaging, Nodes, Ranks, SpreadSnapshot, Writer, tags
 from shoal.checkpoint.folder import files_here, load_index, locate
 from shoal.checkpoint.index import INDEX, parse
+from shoal.config.sizes import format_bytes
 from shoal.errors import CheckpointError, VaultTooLarge
 from shoal.log import logger
-from shoal.sizes import format_bytes
 from shoal.tier.memory_left import memory_left
 from shoal.transport.collectives import Communicator
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shoal.sizes import format_bytes
+from shoal.config.sizes import format_bytes
 
 __all__ = [
     "estimate_zero2_model_states_mem_needs",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import shoal
 from shoal.compat.deepspeed import __version__
+from shoal.config.sizes import format_bytes
 from shoal.device import device_names
-from shoal.sizes import format_bytes
 
 __all__ = ["cli_main", "debug_report", "main", "op_report", "parse_arguments"]
 

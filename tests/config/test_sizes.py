@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
+from shoal.config.sizes import format_bytes, parse_bytes
 from shoal.launch.console import size_argument
-from shoal.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(("text", "size"), [
