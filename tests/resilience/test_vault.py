@@ -523,14 +523,14 @@ def test_an_attempt_with_less_memory_goes_on_from_copies(tmp_path: Path) -> None
 def sizes_of_copies(memory: str, stage: int, optimizer: str) -> tuple[int, int, int]:
     """Return the bytes that this node reserves at the start and after a load, and those of the tensors of a generation."""
     engine = build(memory, 1, stage, optimizer)
-    needed = [engine.checkpointer._vault._size.needed]
+    needed = [engine.checkpointer._copies._vault._size.needed]
     engine.backward(engine(torch.ones(1, 8)).sum())
     engine.step()
     engine.save_checkpoint(f"{memory}/disk")
     engine.load_checkpoint(f"{memory}/disk")
-    needed.append(engine.checkpointer._vault._size.needed)
+    needed.append(engine.checkpointer._copies._vault._size.needed)
     engine.destroy()
-    assert engine.checkpointer._vault._size is None
+    assert engine.checkpointer._copies._vault._size is None
     torch.distributed.barrier()
     (generation,) = Path(memory, "vault0").glob("step1")
     return needed[0], needed[1], sum(map(bytes_of_tensors, generation.glob("*.safetensors")))
@@ -554,7 +554,7 @@ def test_what_a_copy_needs_is_known_before_the_first_step(stage: int, optimizer:
 def in_room_for_one(memory: str) -> str:
     """Build two engines where there is room for the copies of one; return the error of the second."""
     first = build(memory, 1)
-    needed = first.checkpointer._vault._size.needed
+    needed = first.checkpointer._copies._vault._size.needed
     vault.shutil.disk_usage = lambda path: namedtuple("usage", "free")(needed * 3 // 2)  # type: ignore
     with pytest.raises(VaultTooLarge) as raised:
         build(memory, 1)

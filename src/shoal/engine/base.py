@@ -23,7 +23,7 @@ from shoal.data.loader import Loader
 from shoal.engine.accessors import Accessors
 from shoal.engine.backward_pass import RunningBackward, grad_refusal
 from shoal.engine.buffer_sync import BufferSync
-from shoal.engine.checkpointer import Checkpointer, TrainingObjects
+from shoal.engine.checkpointer import Checkpointer
 from shoal.engine.checks import FrozenParamCheck, ReplicatedGradCheck
 from shoal.engine.compiled import Compilation
 from shoal.engine.lost_units import give_back
@@ -32,6 +32,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.schema import Config
 from shoal.engine.state_dicts import StateDicts
 from shoal.engine.survival import StepJudge, open_guard, open_vault
+from shoal.engine.training_objects import TrainingObjects
 from shoal.errors import GuardError, NotSupportedYet, TierError, UsageError
 from shoal.interrupts import unbroken
 from shoal.log import logger, warn_once
@@ -448,7 +449,7 @@ class BaseEngine(Accessors, nn.Module):
     def end_step(self) -> None:
         """Copy the state to the vault where that is due, once a call that took a step has counted it."""
         if self.sharded is not None:
-            self.checkpointer.copy_to_vault(self._training_objects())
+            self.checkpointer.copy_to_memory(self._training_objects())
 
     def end_call(self) -> None:
         """Note that the script goes on between two calls of the engine."""

@@ -36,6 +36,7 @@ from shoal.optim.views import MasterView
 from shoal.tier import ResidentSpan, Span, fetched
 from shoal.zero.layout import Part, Slot
 from shoal.zero.sharded import ShardedModel
+from shoal.zero.trainable_unit import TrainableUnit
 from shoal.zero.unit import Unit
 
 WEIGHT, BUFFER, PUBLISHED = "weight", "buffer", "published"
@@ -46,6 +47,8 @@ Cuts = Mapping[str, TensorSlice]
 Shape = tuple[int, ...]
 PIECE_ELEMENTS = 1 << 22
 """Elements of a piece that has to be fetched into memory."""
+AWAY_BYTES = 128 << 20
+"""Bytes of a file, and of memory to stage it in, when the state is written from where it rests."""
 
 
 def data_state(loader: Any, optimizer: ShardedOptimizer | None) -> dict[str, Any] | None:
@@ -53,6 +56,29 @@ def data_state(loader: Any, optimizer: ShardedOptimizer | None) -> dict[str, Any
     if isinstance(loader, Loader) and optimizer is not None and optimizer.has_gradients:
         return loader.trained_state()
     return None if loader is None else loader.state_dict()
+
+
+def state_to_save(sharded: ShardedModel, optimizer: ShardedOptimizer | None, call: str, *,
+                  exclude_frozen: bool) -> list[Piece]:
+    """Return the state of this rank at rest, for `call`, which errors name."""
+    if optimizer is not None:
+        optimizer.finish_deferred_steps()
+    sharded.finish_pending()
+    sharded.refuse_replaced(call)
+    pieces = list(weights_to_save(sharded))
+    if exclude_frozen:
+        frozen = {f"{WEIGHT}/{member.name}" for unit in sharded.units if not isinstance(unit, TrainableUnit)
+                  for member in unit.members}
+        pieces = [piece for piece in pieces if piece.name not in frozen]
+    if optimizer is not None:
+        pieces += moments_to_save(sharded, optimizer)
+        pieces += compression_to_save(sharded)
+    return pieces
+
+
+def is_away(pieces: list[Piece]) -> bool:
+    """Whether some pieces do not rest in memory, so that they are written from where they are, while the caller waits."""
+    return any(piece.hold is not None for piece in pieces)
 
 
 def weights_to_save(model: ShardedModel) -> Iterator[Piece]:

@@ -1,0 +1,194 @@
+"""The copies of a training in memory: one every few steps, and on a restart the newest intact one.
+
+A restart loads the newest state that is intact: a copy, where it is newer than the checkpoint on disk or where that is
+damaged. Copies belong to one line of steps: those of later steps than the state that was loaded are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.checkpoint import FILE_BYTES, Ranks, rng, tags
+from shoal.engine.saved_values import shared_values
+from shoal.engine.state_loader import ClientState, Loaded, StateLoader, Wanted
+from shoal.engine.training_objects import TrainingObjects
+from shoal.engine.training_state import AWAY_BYTES, coming_moments, is_away, state_to_save
+from shoal.errors import CheckpointDamaged, CheckpointError
+from shoal.interchange import damage, latest
+from shoal.log import logger, warn_once
+from shoal.mesh.parameter_groups import ParameterGroups
+from shoal.resilience.vault import GENERATIONS, Generation, Vault
+
+__all__ = ["MemoryCopies"]
+
+
+class MemoryCopies:
+    """The copies of one engine's training in its vault."""
+
+    def __init__(self, vault: Vault, stage: int, parameter_groups: ParameterGroups, loader: StateLoader,
+                 ranks: Callable[[], Ranks]) -> None:
+        """`loader` loads copies as it loads checkpoints, with the same `ranks`."""
+        self._vault = vault
+        self._stage = stage
+        self._parameter_groups = parameter_groups
+        self._loader = loader
+        self._ranks = ranks
+        self._has_stepped = False
+        """Whether this process has taken a step: a load is then no restart, and reads the folder."""
+        self._goes_on_from: int | None = None
+        """The steps of the state that was loaded since the last step: copies of more belong to a training that was left."""
+
+    @property
+    def come_first(self) -> bool:
+        """Whether a load without a tag is that of a restart, which takes the newest state, wherever it is."""
+        return not self._has_stepped
+
+    def go_on_from(self, step: int) -> None:
+        """Note that the state of `step` was loaded."""
+        self._goes_on_from = step
+
+    def reserve(self, training: TrainingObjects) -> None:
+        """Check that memory has room for the copies of `training`; a collective call.
+
+        Raises `VaultTooLarge` on every rank where a node has not.
+        """
+        if training.optimizer is None:
+            return
+        coming = coming_moments(training.optimizer)
+        pieces = state_to_save(training.sharded, training.optimizer, "initialize", exclude_frozen=False)
+        self._vault.reserve(sum(piece.data.nbytes for piece in pieces) + coming.saved, coming.in_memory)
+
+    def copy(self, training: TrainingObjects, client: ClientState) -> None:
+        """Copy `training` if a copy is due; every rank calls it after each step.
+
+        The first step after a load removes the copies of later steps, with which the training does not go on.
+
+        A copy that fails is logged, and training goes on.
+        """
+        step = training.progress.global_steps
+        if not self._has_stepped and self._vault.begin(step) and self._goes_on_from is None:
+            logger.warning("resilience.vault: copies in memory of an earlier attempt are removed, because the script takes "
+                           "step %d without having loaded them; call engine.load_checkpoint(folder) before the first step, "
+                           "at every start", step)
+        self._has_stepped = True
+        if self._goes_on_from is not None:
+            self._vault.wait_until_ended()
+            self._vault.forget_after(self._goes_on_from)
+            self._goes_on_from = None
+        if not self._vault.is_due(step):
+            return
+        self._vault.wait_for_others()
+        pieces = state_to_save(training.sharded, training.optimizer, "step", exclude_frozen=False)
+        writer = self._vault.writer()
+        away = is_away(pieces)
+        with _copy_may_fail():
+            writer.wait()  # for the last copy: whether it failed or not, every rank begins this one
+        with _copy_may_fail():
+            pending = writer.write(
+                self._vault.folder, f"step{step}", pieces, step=step, keep_last=GENERATIONS, read_back=False,
+                file_bytes=AWAY_BYTES if away else FILE_BYTES, private={"random": rng.capture()},
+                shared=shared_values(training, self._parameter_groups, self._stage, client.values, client.step,
+                                     exclude_frozen=False))
+            if away:
+                pending.wait()
+
+    def wait(self) -> None:
+        """Wait until the copy that is under way has ended, however it does."""
+        self._vault.wait_until_ended()
+
+    def end(self) -> None:
+        """Wait as `wait` does, and keep no room for further copies: the engine takes no more steps."""
+        self.wait()
+        self._vault.release()
+
+    def load_newer(self, training: TrainingObjects, load_dir: Path, wanted: Wanted,
+                   ) -> tuple[Loaded | None, CheckpointError | None]:
+        """Load the newest intact copy that is newer than the checkpoint in `load_dir`. A collective call.
+
+        Returns what was loaded, None where there is no such copy; and why the last damaged copy could not be.
+        """
+        on_disk, _ = self._steps_on_disk(load_dir)
+        loaded, failure = self._load_first(training, wanted, self._vault.generations(on_disk), load_dir)
+        if loaded is None:
+            self._goes_on_from = on_disk
+        elif on_disk < 0 and self._parameter_groups.world.rank == 0 and (fault := damage(load_dir)) is not None:
+            _warn_of_place_taken(loaded, fault)
+        return loaded, failure
+
+    def load_stand_in(self, training: TrainingObjects, load_dir: Path, wanted: Wanted,
+                      fault: CheckpointDamaged) -> Loaded | None:
+        """Load the newest intact copy in the place of the checkpoint on disk, which is damaged by `fault`.
+
+        None where memory has no copy that is as new as the other checkpoints of the folder; nothing is loaded then. A
+        collective call.
+        """
+        on_disk, others = self._steps_on_disk(load_dir)
+        loaded, _ = self._load_first(training, wanted, self._vault.stand_ins(on_disk, others - 1), load_dir)
+        if loaded is not None and self._parameter_groups.world.rank == 0:
+            _warn_of_place_taken(loaded, fault)
+        return loaded
+
+    def _steps_on_disk(self, load_dir: Path) -> tuple[int, int]:
+        """Return the steps of the checkpoint that `latest` names, and the most steps of another one; -1 where none is there.
+
+        A checkpoint counts if it is complete. A collective call.
+        """
+        name = latest(load_dir)
+        found = tags(load_dir) if load_dir.is_dir() else []
+        seen = self._parameter_groups.world.gather_objects(tuple(
+            max((tag.step for tag in found if (tag.name == name) is is_latest), default=-1) for is_latest in (True, False)))
+        return max(steps for steps, _ in seen), max(steps for _, steps in seen)
+
+    def _load_first(self, training: TrainingObjects, wanted: Wanted, copies: list[Generation], load_dir: Path,
+                    ) -> tuple[Loaded | None, CheckpointError | None]:
+        """Load the first of `copies` that is intact, and remove those before it.
+
+        Returns what was loaded, None where no copy was; and why the last damaged copy could not be.
+        """
+        failure: CheckpointError | None = None
+        for copy in copies:
+            try:
+                loaded = self._loader.load(training, wanted, self._vault.open(copy, self._ranks()))
+            except CheckpointError as error:
+                self._vault.remove(copy, error)
+                failure = error
+                continue
+            others = self._vault.disagreement(copy.step)
+            if self._parameter_groups.world.rank == 0:
+                logger.info("load_checkpoint: loaded the copy of step %d in memory, not %s", copy.step, load_dir)
+                if others:
+                    logger.warning("load_checkpoint: loaded the copy of step %d in memory, and another engine has copies of "
+                                   "steps %s alone; if the two train together, they are out of step: give both the same "
+                                   "resilience.vault.every, or load checkpoints by their tag", copy.step, others)
+                _warn_of_client_state(copy.step, loaded.client)
+            return loaded, failure
+        return None, failure
+
+
+def _warn_of_place_taken(loaded: Loaded, fault: CheckpointDamaged | str) -> None:
+    """Warn that a copy took the place of the checkpoint on disk, which is damaged by `fault`."""
+    logger.warning("load_checkpoint: the newest checkpoint is damaged, and the copy of step %d in memory took its place: %s",
+                   loaded.step, fault)
+
+
+def _warn_of_client_state(step: int, client: ClientState) -> None:
+    """Warn that the client state of the copy of `step` is not of its step, unless the script has saved an empty one."""
+    if client.step is None:
+        found = "is empty, for the script has saved none"
+    elif client.step != step and client.values:
+        found = f"is that of step {client.step}, which was saved last"
+    else:
+        return
+    warn_once(f"load_checkpoint: the client state of the copy of step {step} in memory {found}; take the position of "
+              f"the script from engine.global_steps and the loader, not from the client state")
+
+
+@contextmanager
+def _copy_may_fail() -> Generator[None]:
+    """Log the failure of a copy, and let training go on."""
+    try:
+        yield
+    except CheckpointError as error:
+        logger.warning("resilience.vault: a copy failed, and training goes on without it: %s", error)
