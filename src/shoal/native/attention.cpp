@@ -415,12 +415,41 @@ Place place(const Problem& p, int64_t batch, int64_t head, int64_t row) {
     return at;
 }
 
+// Inlined by force: GCC takes a function of hints alone for one without effects, and drops the calls.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+// Hint that rows will be read, so that they come into the second cache while a strip computes.
+ALWAYS_INLINE void prefetch(const float* rows, int64_t stride, int64_t count, int64_t dim) {
+    for (int64_t r = 0; r < count; ++r)
+        for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(rows + r * stride + d, 0, 2);
+}
+
+// Hint that the strip after `at` will read its own rows of `data`.
+template <int R>
+ALWAYS_INLINE void prefetch_next_rows(const Problem& p, const Place& at, const float* data, const int64_t* stride) {
+    if (at.row + R * W < p.length) prefetch(at_row(data, stride, at) + R * W * stride[2], stride[2], R * W, p.dim);
+}
+
+// Hint that the next row of blocks will read the blocks of keys (and values, and their gradients) behind the last one of this
+// row, whose entries end at `end`: of a window all that it has not read yet. Blocks of 16 gain a twelfth by both hints.
+ALWAYS_INLINE void prefetch_next_blocks(const Problem& p, const Place& at, int64_t end, std::initializer_list<const float*> tensors) {
+    const int64_t index = first_row(p, at.head) + at.row_block;
+    if (at.row % p.block || (at.row_block + 1) * p.block == p.length || end == p.starts[index]) return;
+    int64_t entry = p.starts[index + 2];
+    while (entry > p.starts[index + 1] && p.columns[entry - 1] > p.columns[end - 1]) --entry;
+    const int64_t last = std::min(p.starts[index + 2], entry + kChunkKeys / kUnit);
+    for (; entry < last; ++entry)
+        for (const float* tensor : tensors) prefetch(tensor + p.columns[entry] * p.block * p.dim, p.dim, p.block, p.dim);
+}
+
 template <int R>
 void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end, Scratch& s) {
     constexpr int64_t rows = R * W;
     const int64_t kv = (at.batch * p.kv_heads + at.head / (p.heads / p.kv_heads)) * p.kv_length * p.dim;
     const float *keys = p.key + kv, *values = p.value + kv;
     float* sums = p.sums + (at.batch * p.heads + at.head) * p.length + at.row;
+    prefetch_next_rows<R>(p, at, p.query, p.query_stride);
+    prefetch_next_blocks(p, at, end, {keys, values});
     pack<R>(s.lanes, at_row(p.query, p.query_stride, at), p.query_stride[2], p.dim, p.scale);
     std::memset(s.result, 0, p.dim * rows * sizeof(float));
     vf largest[R], total[R];
@@ -501,6 +530,10 @@ void backward_strip(const Problem& p, const Place& at, int64_t entry, int64_t en
     const float *gradient = at_row(p.gradient, p.gradient_stride, at), *sums = p.sums + pair * p.length + at.row;
     const float *keys = p.key + kv, *values = p.value + kv;
     float *key_gradient = p.key_gradient + kv, *value_gradient = p.value_gradient + kv;
+    prefetch_next_rows<R>(p, at, p.query, p.query_stride);
+    prefetch_next_rows<R>(p, at, p.output, p.output_stride);
+    prefetch_next_rows<R>(p, at, p.gradient, p.gradient_stride);
+    prefetch_next_blocks(p, at, end, {keys, values, key_gradient, value_gradient});
     pack<R>(s.lanes, query, p.query_stride[2], p.dim, p.scale);
     pack<R>(s.gradient_lanes, gradient, p.gradient_stride[2], p.dim, 1.0f);
     std::memset(s.result, 0, p.dim * rows * sizeof(float));
