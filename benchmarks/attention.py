@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ def lengths(asked: list[int]) -> Iterator[Comparison]:
         query, key, value, gradient = operands(length)
 
         def dense(query: Tensor = query, key: Tensor = key, value: Tensor = value, gradient: Tensor = gradient) -> None:
-            F.scaled_dot_product_attention(query, key, value).backward(gradient)
+            _differentiate(F.scaled_dot_product_attention(query, key, value), (query, key, value), gradient)
 
         ways: dict[str, Turn] = {"SDPA": dense}
         least: dict[str, float] = {}
@@ -107,7 +107,7 @@ def on_device(asked: list[int], device: torch.device) -> Iterator[Comparison]:
         blocks = Blocks.of(window(length // 64), 64)
 
         def dense(leaves: list[Tensor] = leaves, gradient: Tensor = gradient) -> None:
-            F.scaled_dot_product_attention(*leaves).backward(gradient)
+            _differentiate(F.scaled_dot_product_attention(*leaves), leaves, gradient)
 
         ways = {"SDPA": dense, **{backend: _attention(backend, blocks, *leaves, gradient)
                                   for backend in ("triton", "flex", "gather")}}
@@ -124,8 +124,14 @@ def _finished(turn: Turn, device: torch.device) -> Turn:
 
 def _attention(backend: str, blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> Turn:
     def turn() -> None:
-        attend(query, key, value, blocks, backend=backend).backward(gradient)  # pyright: ignore[reportArgumentType]  a name
+        output = attend(query, key, value, blocks, backend=backend)  # pyright: ignore[reportArgumentType]  a name
+        _differentiate(output, (query, key, value), gradient)
     return turn
+
+
+def _differentiate(output: Tensor, leaves: Sequence[Tensor], gradient: Tensor) -> None:
+    """Compute the gradients of `leaves`, and add them to none: within a model queries, keys and values are no leaves."""
+    torch.autograd.grad(output, leaves, gradient)
 
 
 def models(length: int) -> Iterator[Comparison]:
