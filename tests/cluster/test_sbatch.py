@@ -102,7 +102,7 @@ def test_a_job_that_saved_at_its_limit_goes_on_when_it_starts_again(slurm, tmp_p
       for line, to in (("--time=9", "give --time"), ("-t 9", "give --"), ("-t9", "give --time"), ("-N 2", "give --nodes"),
                         ("--signal=TERM", "give --grace"))),
     *((["--ranks", "1", f"--directive={line}", __file__], f"--directive: got {line!r}; give an option of sbatch, such as")
-      for line in ("", "gres=gpu:8", "#SBATCH --mem=1", "-")),
+      for line in ("", "gres=gpu:8", "#SBATCH --mem=1", "-", "--")),
     (["--ranks", "1", "no-such.py"], "no script 'no-such.py' in "),
     (["--ranks", "1", "--time", "zzz", __file__], "--time: got 'zzz'; write MINUTES, MINUTES:SECONDS, HOURS:MINUTES"),
     (["--ranks", "1", "--time", "1:2:3:4", __file__], "--time: got '1:2:3:4'; write MINUTES, "),

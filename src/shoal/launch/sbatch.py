@@ -169,8 +169,9 @@ def _check_time(args: argparse.Namespace) -> None:
                          f"end at once, without end; give more than {needed} s, or a smaller --grace")
 
 
-def _check_directive(line: str) -> None:
+def _check_directive(given: object) -> None:
     """Raise `UsageError` for a line that is no option of sbatch, or one that this command writes from its own options."""
+    line = given if isinstance(given, str) else "--"  # of that value argparse of Python 3.11 makes an empty list
     name = re.split(r"[\s=]", line, maxsplit=1)[0]
     if not re.fullmatch(r"-[A-Za-z].*|--[a-z][a-z0-9-]*", name):
         raise UsageError(f"--directive: got {line!r}; give an option of sbatch, such as --directive=--gpus-per-node=8")

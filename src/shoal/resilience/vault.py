@@ -80,8 +80,8 @@ class Vault:
         self._ranks = ranks
         self._nodes = Nodes.named(ranks.gather_objects(f"{socket.gethostname()}:{folder}"))
         self._writer: Writer | None = None
-        self._by_rank: list[int] = []
-        """The bytes of each rank that were logged last."""
+        self._logged = ""
+        """The memory that was logged last."""
         self._size: VaultBytes | None = None
         """The memory that this node is to have room for; None before `reserve` and after `release`."""
 
@@ -95,9 +95,7 @@ class Vault:
         """
         by_rank = self._ranks.gather_objects(own)
         self._size = self._measure(by_rank)
-        if by_rank != self._by_rank:  # alike on every rank, because to log is a collective call
-            self._by_rank = by_rank
-            self._log(self._size)
+        self._log(self._size)
         try:
             self._check_room(coming)
         except VaultTooLarge as error:
@@ -242,9 +240,12 @@ class Vault:
             kept=sum(size for rank, size in enumerate(by_rank) if node in nodes.holders(rank) - {nodes.of[rank]}))
 
     def _log(self, size: VaultBytes) -> None:
-        """Log the memory and the traffic of this vault. A collective call."""
+        """Log the memory and the traffic of this vault, unless the same was logged before. A collective call."""
         needed = max(self._ranks.gather_objects(size.needed))
         shown = f"{format_bytes(needed)} on a node ({GENERATIONS} generations, and the next)"
+        if shown == self._logged:
+            return
+        self._logged = shown
         if self._ranks.rank == 0 and self._nodes.count == 1:
             logger.info("resilience.vault: %s of memory, a copy every %d steps, nothing sent to other nodes. All ranks are "
                         "on one node: to survive its loss, save checkpoints elsewhere", shown, self.every)
