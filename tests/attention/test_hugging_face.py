@@ -534,6 +534,13 @@ class Custom(SparsityConfig):
         return torch.ones(self.num_heads, seq_len // self.block, seq_len // self.block).tril()
 
 
+def test_a_model_without_attention_is_refused() -> None:
+    model = transformers.FNetModel(transformers.FNetConfig(
+        vocab_size=31, hidden_size=32, num_hidden_layers=1, intermediate_size=48))
+    with pytest.raises(NotServed, match="FNetModel computes no attention by the attention interface of transformers"):
+        use_sparse_attention(model, WINDOW)
+
+
 @pytest.mark.parametrize("name", ["block_indices", "indices", "s_aux", "sinks", "softcap"])
 def test_what_changes_the_result_of_attention_is_refused(name: str) -> None:
     with pytest.raises(NotServed, match=f"gives {name}, which this attention does not compute"):

@@ -52,3 +52,26 @@ def test_several_gradients_at_once_are_refused_but_by_the_reference() -> None:
         else:
             with pytest.raises(NotServed, match=r"no backward of several gradients at once.*take backend='reference'"):
                 torch.autograd.grad(output, query, gradients, is_grads_batched=True)
+
+
+def test_masks_of_bool_are_saved_without_a_copy() -> None:
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    query = torch.randn(1, 2, LENGTH, 16, requires_grad=True)
+    saved: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.bool and tensor.numel() == mask.numel():
+            saved.add(tensor.data_ptr())
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        attend(query, query, query, Blocks.dense(LENGTH, LENGTH, 16), mask=mask)
+    assert saved == {mask.data_ptr()}
+
+
+def test_an_output_may_be_written_to_where_backward_does_not_need_it() -> None:
+    query = torch.randn(1, 2, LENGTH, 16, requires_grad=True)
+    output = attend(query, query, query, Blocks.dense(LENGTH, LENGTH, 16), backend="native")
+    output.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as of torch's own attention
+        output.sum().backward()

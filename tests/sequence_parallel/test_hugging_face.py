@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shoal
 from shoal.attention import LocalSlidingWindowSparsityConfig, use_sparse_attention
-from shoal.errors import ShoalError
+from shoal.errors import NotServed, ShoalError
 from shoal.sequence_parallel import SequenceAxis, cross_entropy
 from shoal.sequence_parallel.hugging_face import use_sequence_attention
 from shoal.testing import run_ranks
@@ -115,6 +115,34 @@ def test_what_cannot_be_split_is_refused() -> None:
              "BertForSequenceClassification pools one position", "is no model of Hugging Face")
     for said, text in zip(run_ranks(2, refused)[0], texts, strict=True):
         assert text in said
+
+
+def mixing(kind: str) -> Any:
+    """Return a model that mixes positions outside of its attention."""
+    match kind:
+        case "convolution":
+            return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(
+                **SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]))
+        case "linear attention":
+            return transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(
+                **SIZES, num_key_value_heads=2, num_local_experts=2, layer_types=["linear_attention", "full_attention"]))
+        case "trigrams":
+            return transformers.MobileBertModel(transformers.MobileBertConfig(
+                **SIZES, embedding_size=16, intra_bottleneck_size=32, num_feedforward_networks=1))
+        case _:
+            return transformers.FNetModel(transformers.FNetConfig(
+                vocab_size=31, hidden_size=32, num_hidden_layers=1, intermediate_size=48))
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    ("convolution", r"Lfm2ForCausalLM mixes positions outside of its attention \(model.layers.0.conv.conv, Conv1d\)"),
+    ("linear attention", r"mixes positions outside of its attention \(layers of the kind linear_attention\)"),
+    ("trigrams", "trigram_input, which reads the embeddings of both neighbours"),
+    ("nothing", "FNetModel computes no attention")])
+def test_models_that_mix_positions_elsewhere_are_refused(kind: str, text: str) -> None:
+    axis: Any = None
+    with pytest.raises(NotServed, match=text):
+        use_sequence_attention(mixing(kind), axis)
 
 
 class Wrapper(torch.nn.Module):

@@ -35,7 +35,7 @@ from shoal.attention.arguments import check_tensor, in_memory, true_or_false, wh
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import AttentionCall, Term, in_rows
 from shoal.attention.masks import Mode, any_hidden, check_mode, for_backward, hidden_blocks, mask_term
-from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated, kept_result
+from shoal.autograd import check_first_derivative, in_function_transform, in_trace, isolated, kept_result, needs_operators
 from shoal.device import HOST, has_triton, kept_for_stream
 from shoal.errors import UsageError
 from shoal.log import warn_once
@@ -106,12 +106,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, *, scale: 
     hidden: list[Tensor] = []
     masks: tuple[tuple[str, Tensor | None, Mode, int], ...] = (
         ("key_padding", key_padding, key_padding_mode, query.shape[0]), ("mask", mask, mask_mode, query.shape[2]))
+    traced = backend == "reference" and needs_operators()
     for name, tensor, mode, first in masks:
         check_mode(name, mode)
         if tensor is not None:
-            term = mask_term(name, tensor, mode, (first, key.shape[2]), query.device)
+            term = mask_term(name, tensor, mode, (first, key.shape[2]), query.device, traced=traced)
             terms.append(term)
-            hidden.append(hidden_blocks(name, term, blocks))
+            if not traced:
+                hidden.append(hidden_blocks(name, term, blocks))
     if dropout and seed is None:
         seed = int(torch.randint(2**62, (), device="cpu").item())
     call = AttentionCall(blocks=blocks, heads=query.shape[1], scale=scale, causal=causal, terms=tuple(terms),
@@ -218,10 +220,15 @@ def _widen(tensor: Tensor) -> Tensor:
     return in_rows(wide.float())
 
 
+def _narrow(tensor: Tensor, dim: int) -> Tensor:
+    """Return the first `dim` columns; no view where these are all, which autograd would let nobody write to."""
+    return tensor if tensor.shape[-1] == dim else tensor[..., :dim]
+
+
 def _native_forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = (_widen(each).contiguous() for each in (key, value))
     output, sums = native.forward(_kernel_call(call), _widen(query), keys, values)
-    return output[..., :query.shape[-1]].to(query.dtype), sums
+    return _narrow(output, query.shape[-1]).to(query.dtype), sums
 
 
 def _native_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor,
@@ -232,7 +239,7 @@ def _native_backward(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
     gradients = native.backward(_kernel_call(call), wide, keys, values, like, sums.contiguous(), _widen(gradient),
                                 score_gradient=score_gradient)
     dim = query.shape[-1]
-    return gradients[0][..., :dim], gradients[1][..., :dim], gradients[2][..., :dim]
+    return _narrow(gradients[0], dim), _narrow(gradients[1], dim), _narrow(gradients[2], dim)
 
 
 def _triton() -> Any:

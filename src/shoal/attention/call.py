@@ -54,7 +54,7 @@ class Term:
         """Return the addend to scores of some `values` of the tensor, in fp32."""
         if not self.multiplies:
             return addend(values)
-        return torch.zeros(values.shape, dtype=torch.float32, device=values.device).masked_fill_(values == 0, -torch.inf)
+        return torch.zeros((), dtype=torch.float32, device=values.device).masked_fill(values == 0, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

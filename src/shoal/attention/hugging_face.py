@@ -25,6 +25,7 @@ the process that loads it registers a name of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
@@ -261,17 +262,31 @@ def is_causal_in(name: str, module: nn.Module, mask: Tensor | None) -> bool:
 
 
 def _check_model(caller: str, model: object) -> None:
-    """Raise NotServed for models that no call of their attention can be told by.
+    """Raise NotServed for models whose attention this one cannot be, where no call of it would tell.
 
-    A Q-Former has cross attention that no configuration declares, and Doge reads a mask of four dims before the call.
+    A Q-Former has cross attention that no configuration declares; Doge and HY-V4 choose keys, and LASR's convolution skips
+    padding, by a mask of four dims before the call. FNet and Mamba have no attention.
     """
+    if isinstance(model, nn.Module) and not any(_takes_interface(type(module)) for module in model.modules()):
+        raise NotServed(f"{caller}: {type(model).__name__} computes no attention by the attention interface of "
+                        f"transformers, so that nothing would be replaced; take a model whose attn_implementation can be "
+                        f"set")
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if path.rpartition(".")[2] == "crossattention":
             raise NotServed(f"{caller}: {type(model).__name__} has cross attention ({path}), and a layout is of one "
                             f"sequence; choose attn_implementation='sdpa' for this model")
-        if hasattr(type(module), "prepare_dynamic_mask"):
+        if hasattr(type(module), "prepare_dynamic_mask") or type(module).__name__ == "HYV4Attention":
             raise NotServed(f"{caller}: {type(module).__name__} chooses the keys of each query itself ({path}); choose "
                             f"attn_implementation='eager' for this model")
+        if type(module).__name__ == "LasrEncoderConvolutionModule":
+            raise NotServed(f"{caller}: {type(module).__name__} ({path}) reads a mask of each query and key, and this "
+                            f"attention makes one of the padding alone; choose attn_implementation='sdpa' for this model")
+
+
+def _takes_interface(kind: type[nn.Module]) -> bool:
+    """Whether the file of a class uses transformers' table of attention functions."""
+    file = vars(sys.modules.get(kind.__module__, object))
+    return any(name in file for name in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "modeling_utils"))
 
 
 def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> None:

@@ -28,10 +28,12 @@ def check_mode(name: str, mode: object) -> None:
         raise UsageError(f"attend: {name}_mode is 'add' or 'mul'; got {mode!r}")
 
 
-def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device) -> Term:
+def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], device: torch.device, *,
+              traced: bool = False) -> Term:
     """Return a mask of `shape`, (batches, kv_length) of "key_padding" or (length, kv_length) of "mask", as a term.
 
-    Raises UsageError for another shape, dtype or device.
+    Raises UsageError for another shape, dtype or device; and unless the operators are `traced`, so that no numbers are
+    there, for whole numbers that would be added.
     """
     check_tensor(f"attend: {name}", tensor, "of bool, whole or float numbers")
     if tensor.is_complex():
@@ -42,13 +44,13 @@ def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], dev
     if tensor.device != device:
         raise UsageError(f"attend: {name} is on {tensor.device}, query on {device}")
     multiplies = mode == "mul" or tensor.dtype == torch.bool
-    if not multiplies and not tensor.is_floating_point() and tensor.numel() and bool((tensor.float() > 0).any()):
+    if not (traced or multiplies or tensor.is_floating_point()) and tensor.numel() and bool((tensor.float() > 0).any()):
         raise UsageError(f"attend: {name} has whole numbers above 0 ({tensor.dtype}), which mode 'add' would add to scores; "
                          f"where they say what is seen give {name}.bool(), or mode 'mul'")
     if tensor.requires_grad and torch.is_grad_enabled():
         warn_once(f"attend: {name} requires a gradient, and gets none: give what is learned as bias")
     if multiplies and not tensor.is_floating_point():
-        tensor = tensor != 0
+        tensor = tensor if tensor.dtype == torch.bool else tensor != 0
     elif multiplies and tensor.dtype == torch.float64:  # fp32 may round to 0, which hides, what is none
         tensor = (tensor != 0).float().masked_fill_(tensor.isnan(), torch.nan)
     elif tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -59,6 +61,8 @@ def mask_term(name: str, tensor: Tensor, mode: Mode, shape: tuple[int, int], dev
 
 def for_backward(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy of one that was made in inference mode, where autograd is to save it."""
+    if torch.compiler.is_compiling():  # whose graphs save none
+        return tensor
     return tensor.clone() if tensor.is_inference() and torch.is_grad_enabled() else tensor
 
 

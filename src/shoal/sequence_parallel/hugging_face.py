@@ -48,6 +48,9 @@ __all__ = ["SequenceAttention", "padding_of", "register_sequence_attention", "se
 _NAME = "shoal_sequence"
 _POOLING = ("ForMultipleChoice", "ForNextSentencePrediction", "ForSequenceClassification")
 """Ends of the names of models whose head reads one position."""
+_ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "window_attention", "attention",
+                              "indexed_attention", "reference_sliding_attention", "moe", "dense", "sparse"})
+"""Kinds of layers in transformers' configurations that read other positions by attention alone, if at all."""
 
 
 def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity | None = None, *,
@@ -69,6 +72,7 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
             raise NotServed(f"use_sequence_attention: {type(each).__name__} pools one position of the sequence, which one "
                             f"rank has; split the model without its head, and compute the loss on the rank that has the "
                             f"position")
+        _check_positions(each)
     name = NameOfProcess(_NAME, _refused)
     register_sequence_attention(name, SequenceAttention(
         axis, None if sparsity is None else Structures(sparsity), exchange=exchange, backend=backend,
@@ -78,6 +82,32 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
             give_attention("use_sequence_attention", each, name)
             if whole_loss:
                 _set_loss(each, axis)
+
+
+def _check_positions(model: Any) -> None:
+    """Raise NotServed for a model that mixes positions outside of its attention: a rank has a part of them alone."""
+    mixed = next((f"{path}, {type(module).__name__}" for path, module in model.named_modules() if _mixes(module)), "")
+    kinds = {kind for config in _configs(model.config) for kind in getattr(config, "layer_types", None) or ()}
+    for kind in sorted(kinds - _ATTENTION_KINDS):
+        mixed = mixed or f"layers of the kind {kind}"
+    if getattr(model.config, "trigram_input", False):
+        mixed = mixed or "trigram_input, which reads the embeddings of both neighbours"
+    if mixed:
+        raise NotServed(f"use_sequence_attention: {type(model).__name__} mixes positions outside of its attention "
+                        f"({mixed}), and a rank has only a part of them; train it without a sequence axis")
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether a layer reads other positions than it writes."""
+    if isinstance(module, (nn.Conv1d, nn.AvgPool1d, nn.MaxPool1d)):
+        size: int | tuple[int, ...] = module.kernel_size
+        return (max(size) if isinstance(size, tuple) else size) > 1
+    return isinstance(module, nn.RNNBase)
+
+
+def _configs(config: Any) -> tuple[Any, ...]:
+    """Return a configuration and that of the text model within it, which may be the same."""
+    return config, config.get_text_config()
 
 
 def padding_of(module: nn.Module) -> tuple[int, Positions]:
@@ -180,6 +210,10 @@ def _set_loss(model: Any, axis: SequenceAxis) -> None:
     """Let a language model's loss be that of the whole sequence; warn of a loss that the model computes by itself."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    if any(getattr(config, "output_router_logits", False) for config in _configs(model.config)):
+        warn_once(f"{type(model).__name__}: the auxiliary loss of its router (output_router_logits) balances the experts "
+                  f"over one rank's part of the sequence, so that ranks have different losses, whose mean is not that of "
+                  f"the whole; give output_router_logits=False to train without it")
     if model.loss_function is ForCausalLMLoss:
         model.loss_function = SequenceLoss(axis)
     elif not isinstance(model.loss_function, SequenceLoss):
