@@ -71,6 +71,7 @@ def train(memory: str, disk: str, stop: int, stage: int, save_at: int = 0) -> di
         if engine.global_steps == save_at:
             engine.save_checkpoint(disk, client_state={"saved": save_at})
             engine.wait_for_checkpoint()
+    engine.copy_due()
     engine.checkpointer.wait_for_copy()
     with shoal.gathered(engine.module):
         weights = [p.detach().flatten().tolist() for p in engine.module.parameters()]
@@ -109,6 +110,7 @@ def save_no_client_state(memory: str) -> tuple[str, list[str]]:
         engine.step()
         if step == 0:
             engine.save_checkpoint(f"{memory}/disk")
+    engine.copy_due()
     engine.checkpointer.end_copies()
     engine.wait_for_checkpoint()
     return Path(path or "").name, of_client_state({"warnings": lines})
@@ -273,6 +275,7 @@ def train_and_go_back(memory: str, disk: str, tag: str | None) -> tuple[int, lis
             break
         if engine.global_steps == 3:
             engine.save_checkpoint(disk)
+    engine.copy_due()
     engine.checkpointer.wait_for_copy()
     torch.distributed.barrier()
     return loaded, [each.step for each in tags(Path(memory, "vault0"))]
@@ -302,6 +305,7 @@ def train_two(memory: str, stop: int, every: tuple[int, int], last: bool) -> dic
             engine.backward(engine(torch.full((1, 8), 1.0 / step)).square().mean())
             engine.step()
     for engine in (first, second):
+        engine.copy_due()
         engine.checkpointer.wait_for_copy()
     torch.distributed.barrier()
     return {"loaded": loaded, "warnings": warnings, "weights": [p.tolist() for each in (first, second)
@@ -339,6 +343,7 @@ def train_anew(memory: str, stop: int) -> tuple[list[str], list[int]]:
     for _ in range(stop):
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()
+    engine.copy_due()
     engine.checkpointer.wait_for_copy()
     torch.distributed.barrier()
     return warnings, [each.step for each in tags(Path(memory, "vault0"))]
@@ -497,6 +502,7 @@ def take_steps(memory: str) -> None:
     for _ in range(3):
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()
+    engine.copy_due()
     engine.checkpointer.end_copies()
 
 
@@ -508,6 +514,7 @@ def go_on_in_no_room(memory: str) -> tuple[list[int], int, list[str]]:
         engine.load_checkpoint(f"{memory}/disk")
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()
+        engine.copy_due()
         engine.checkpointer.end_copies()
     return sorted(each.step for each in tags(Path(memory, "vault0"))), engine.global_steps, lines
 
@@ -526,6 +533,7 @@ def sizes_of_copies(memory: str, stage: int, optimizer: str) -> tuple[int, int, 
     needed = [engine.checkpointer._copies._vault._size.needed]
     engine.backward(engine(torch.ones(1, 8)).sum())
     engine.step()
+    engine.copy_due()
     engine.save_checkpoint(f"{memory}/disk")
     engine.load_checkpoint(f"{memory}/disk")
     needed.append(engine.checkpointer._copies._vault._size.needed)
@@ -582,6 +590,7 @@ def shown_at_the_start(memory: str) -> tuple[None, list[str]]:
         for _ in range(8):
             engine.backward(engine(torch.ones(1, 8)).sum())
             engine.step()
+        engine.copy_due()
         engine.destroy()
     assert [tag.step for tag in tags(Path(memory, "vault0"))] == [6, 8], "earlier copies were removed"
     return None, lines

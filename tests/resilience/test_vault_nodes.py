@@ -71,6 +71,7 @@ def train(root: str, names: list[str], stop: int, stage: int = 3, mesh: dict[str
         engine.backward(loss)
         engine.step()
         samples[engine.global_steps], losses[engine.global_steps] = numbers.tolist(), float(loss.detach())
+    engine.copy_due()
     engine.checkpointer.wait_for_copy()
     with shoal.gathered(engine.module):
         weights = [p.detach().flatten().tolist() for p in engine.module.parameters()]

@@ -34,7 +34,7 @@ from shoal.engine.state_dicts import StateDicts
 from shoal.engine.survival import StepJudge, open_guard, open_vault
 from shoal.engine.training_objects import TrainingObjects
 from shoal.errors import GuardError, NotSupportedYet, TierError, UsageError
-from shoal.interrupts import unbroken
+from shoal.interrupts import unbroken, uninterrupted
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.mesh.parameter_groups import ParameterGroups
@@ -264,6 +264,8 @@ class BaseEngine(Accessors, nn.Module):
             progress.restart_accumulation(accumulation)
             if self.guard is not None:
                 self.guard.forget()
+            if not set_to_none:
+                self.optimizer.keep_zeros(keep=True)
 
     # The step
 
@@ -447,9 +449,15 @@ class BaseEngine(Accessors, nn.Module):
                              f"build another engine over it by shoal.initialize")
 
     def end_step(self) -> None:
-        """Copy the state to the vault where that is due, once a call that took a step has counted it."""
+        """Note the step for the copies in memory, once a call that took it has counted it."""
         if self.sharded is not None:
-            self.checkpointer.copy_to_memory(self._training_objects())
+            self.checkpointer.note_step(self._training_objects())
+
+    def copy_due(self) -> None:
+        """Copy the state after the last step to memory where that is due; every rank calls it before it trains on."""
+        if self.checkpointer.copy_is_due:
+            with uninterrupted():
+                self.checkpointer.copy_to_memory(self._training_objects())
 
     def end_call(self) -> None:
         """Note that the script goes on between two calls of the engine."""

@@ -20,7 +20,7 @@ from shoal.engine.saved_values import shared_values
 from shoal.engine.schema import Config
 from shoal.engine.state_loader import ClientState, Loaded, StateLoader, Wanted
 from shoal.engine.training_objects import TrainingObjects
-from shoal.engine.training_state import AWAY_BYTES, group_names, is_away, state_to_save
+from shoal.engine.training_state import AWAY_BYTES, data_state, group_names, is_away, state_to_save
 from shoal.errors import CheckpointDamaged, CheckpointError, RanksDisagree, UsageError
 from shoal.interchange import latest, open_checkpoint
 from shoal.interchange.writer import Target, write_ranks
@@ -65,7 +65,8 @@ class Checkpointer:
             save_dir, tag, pieces, step=training.progress.global_steps, latest=save_latest,
             file_bytes=AWAY_BYTES if away else FILE_BYTES, streamed=not settings.async_save, keep_last=settings.keep_last,
             shared=shared_values(training, self._parameter_groups, self._settings.zero_optimization.stage, client_state,
-                                 training.progress.global_steps, exclude_frozen=exclude_frozen),
+                                 training.progress.global_steps, data_state(training.dataloader, optimizer),
+                                 exclude_frozen=exclude_frozen),
             private={"random": rng.capture()},
             add_files=self._published_files(training))
         self._client = ClientState(values=dict(client_state), step=training.progress.global_steps)
@@ -80,8 +81,23 @@ class Checkpointer:
         if self._copies is not None:
             self._copies.reserve(training)
 
+    def note_step(self, training: TrainingObjects) -> None:
+        """Note a step, and whether its state is to be copied to memory; every rank calls it after each step."""
+        if self._copies is not None:
+            self._copies.note_step(training)
+
+    def note_evaluation(self) -> None:
+        """Note that an evaluation, which may have drawn random numbers, has followed the last step."""
+        if self._copies is not None:
+            self._copies.note_evaluation()
+
+    @property
+    def copy_is_due(self) -> bool:
+        """Whether the state after the last step is to be copied to memory, alike on every rank."""
+        return self._copies is not None and self._copies.is_due
+
     def copy_to_memory(self, training: TrainingObjects) -> None:
-        """Copy `training` to memory, if it is copied and a copy is due; every rank calls it after each step."""
+        """Copy `training` to memory where that is due; every rank calls it before it trains on."""
         if self._copies is not None:
             self._copies.copy(training, self._client)
 
@@ -109,11 +125,13 @@ class Checkpointer:
         wait_for_saves()  # another engine of this process may be saving the files that are to be loaded
         wanted = Wanted(strict=strict, moments=optimizer_states and not module_only, optimizer=optimizer_states,
                         schedule=schedule_states, everything=not module_only)
+        if self._copies is not None:
+            self._copies.forget_due()
         restart = self._copies if (tag is None and not module_only and self._copies is not None
                                    and self._copies.come_first) else None
         failure: CheckpointError | None = None
         if restart is not None:
-            copied, failure = restart.load_newer(training, Path(load_dir), wanted)
+            copied, failure = restart.load_newer(training, Path(load_dir), strict=strict)
             if copied is not None:
                 return self._take(copied, wanted)
         visible = self._parameter_groups.world.gather_objects(tag is not None or latest(Path(load_dir)) is not None)
@@ -139,7 +157,7 @@ class Checkpointer:
             loaded = self._loader.load(training, wanted, open_checkpoint(load_dir, None if tag is None else str(tag),
                                                                          ranks=self._ranks(), groups=groups))
         except CheckpointDamaged as error:  # on every rank
-            if restart is None or (copied := restart.load_stand_in(training, Path(load_dir), wanted, error)) is None:
+            if restart is None or (copied := restart.load_stand_in(training, Path(load_dir), error, strict=strict)) is None:
                 raise
             loaded = copied
         return self._take(loaded, wanted)

@@ -1,20 +1,27 @@
 """The copies of a training in memory: one every few steps, and on a restart the newest intact one.
 
+A copy is of the time between two steps: it is taken when training goes on after a step, so that what the script has done
+since is in it (a schedule of its own, weights that it clips), and a rank that dies in an evaluation or a save repeats it.
+Random states, and the position of the loader, are those of before the next batch was drawn.
+
 A restart loads the newest state that is intact: a copy, where it is newer than the checkpoint on disk or where that is
 damaged. Copies belong to one line of steps: those of later steps than the state that was loaded are removed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint import FILE_BYTES, Ranks, rng, tags
 from shoal.engine.saved_values import shared_values
 from shoal.engine.state_loader import ClientState, Loaded, StateLoader, Wanted
 from shoal.engine.training_objects import TrainingObjects
-from shoal.engine.training_state import AWAY_BYTES, coming_moments, is_away, state_to_save
+from shoal.engine.training_state import AWAY_BYTES, coming_moments, data_state, is_away, state_to_save
 from shoal.errors import CheckpointDamaged, CheckpointError
 from shoal.interchange import damage, latest
 from shoal.log import logger, warn_once
@@ -22,6 +29,30 @@ from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.resilience.vault import GENERATIONS, Generation, Vault
 
 __all__ = ["MemoryCopies"]
+
+
+_POSITION = "trainer_state.json"
+"""The file in which the Trainer of transformers keeps its position, beside a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Due:
+    """A copy that is to be taken when training goes on, and what it has of the time before that."""
+
+    random: dict[str, object]
+    data: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnDisk:
+    """The complete checkpoints of a folder, as all ranks see them."""
+
+    step: int
+    """That of the one that `latest` names; -1 where none is there."""
+    others: int
+    """The most steps of another one; -1 where none is there."""
+    of_one_step: bool
+    """Whether the folder is of that step alone: its name has the number, or the Trainer's position is in it."""
 
 
 class MemoryCopies:
@@ -39,6 +70,7 @@ class MemoryCopies:
         """Whether this process has taken a step: a load is then no restart, and reads the folder."""
         self._goes_on_from: int | None = None
         """The steps of the state that was loaded since the last step: copies of more belong to a training that was left."""
+        self._due: _Due | None = None
 
     @property
     def come_first(self) -> bool:
@@ -60,12 +92,15 @@ class MemoryCopies:
         pieces = state_to_save(training.sharded, training.optimizer, "initialize", exclude_frozen=False)
         self._vault.reserve(sum(piece.data.nbytes for piece in pieces) + coming.saved, coming.in_memory)
 
-    def copy(self, training: TrainingObjects, client: ClientState) -> None:
-        """Copy `training` if a copy is due; every rank calls it after each step.
+    @property
+    def is_due(self) -> bool:
+        """Whether the state after the last step is to be copied, alike on every rank."""
+        return self._due is not None
+
+    def note_step(self, training: TrainingObjects) -> None:
+        """Note a step, and whether its state is to be copied when training goes on; every rank calls it after each step.
 
         The first step after a load removes the copies of later steps, with which the training does not go on.
-
-        A copy that fails is logged, and training goes on.
         """
         step = training.progress.global_steps
         if not self._has_stepped and self._vault.begin(step) and self._goes_on_from is None:
@@ -77,19 +112,40 @@ class MemoryCopies:
             self._vault.wait_until_ended()
             self._vault.forget_after(self._goes_on_from)
             self._goes_on_from = None
-        if not self._vault.is_due(step):
-            return
+        self._due = None
+        if self._vault.is_due(step):
+            self._due = _Due(random=rng.capture(), data=data_state(training.dataloader, training.optimizer))
+
+    def note_evaluation(self) -> None:
+        """Note that an evaluation has followed the last step: after a restart it is not repeated, nor what it drew."""
+        if self._due is not None:
+            self._due = replace(self._due, random=rng.capture())
+
+    def forget_due(self) -> None:
+        """Take no copy of the last step: another state is loaded."""
+        self._due = None
+
+    def copy(self, training: TrainingObjects, client: ClientState) -> None:
+        """Copy `training` if a copy is due; every rank calls it before it trains on, with the weights of the last step.
+
+        A copy that fails is logged, and training goes on.
+        """
+        due, self._due = self._due, None
+        if due is None or (training.optimizer is not None and training.optimizer.begun):
+            return  # begun: a backward that no call has announced has stepped some weights
         self._vault.wait_for_others()
-        pieces = state_to_save(training.sharded, training.optimizer, "step", exclude_frozen=False)
+        training.sharded.load_replaced()
+        pieces = state_to_save(training.sharded, training.optimizer, "forward", exclude_frozen=False)
         writer = self._vault.writer()
         away = is_away(pieces)
         with _copy_may_fail():
             writer.wait()  # for the last copy: whether it failed or not, every rank begins this one
+        step = training.progress.global_steps
         with _copy_may_fail():
             pending = writer.write(
                 self._vault.folder, f"step{step}", pieces, step=step, keep_last=GENERATIONS, read_back=False,
-                file_bytes=AWAY_BYTES if away else FILE_BYTES, private={"random": rng.capture()},
-                shared=shared_values(training, self._parameter_groups, self._stage, client.values, client.step,
+                file_bytes=AWAY_BYTES if away else FILE_BYTES, private={"random": due.random},
+                shared=shared_values(training, self._parameter_groups, self._stage, client.values, client.step, due.data,
                                      exclude_frozen=False))
             if away:
                 pending.wait()
@@ -103,50 +159,63 @@ class MemoryCopies:
         self.wait()
         self._vault.release()
 
-    def load_newer(self, training: TrainingObjects, load_dir: Path, wanted: Wanted,
+    def load_newer(self, training: TrainingObjects, load_dir: Path, *, strict: bool,
                    ) -> tuple[Loaded | None, CheckpointError | None]:
-        """Load the newest intact copy that is newer than the checkpoint in `load_dir`. A collective call.
+        """Load the newest intact copy that is newer than the checkpoint in `load_dir`, with all that it has.
 
-        Returns what was loaded, None where there is no such copy; and why the last damaged copy could not be.
+        A folder of one step is loaded itself, for the script takes its position from it. A collective call. Returns what
+        was loaded, None where there is no such copy; and why the last damaged copy could not be.
         """
-        on_disk, _ = self._steps_on_disk(load_dir)
-        loaded, failure = self._load_first(training, wanted, self._vault.generations(on_disk), load_dir)
+        disk = self._look(load_dir)
+        copies = self._vault.generations(disk.step)
+        if disk.of_one_step and copies:
+            if self._parameter_groups.world.rank == 0:
+                logger.warning("load_checkpoint: the copies of steps up to %d in memory are not taken, because %s is the "
+                               "folder of step %d alone, from which a script knows its position; the steps since are taken "
+                               "again. To go on from copies save all checkpoints in one folder, and take the position from "
+                               "engine.global_steps", max(copy.step for copy in copies), load_dir, disk.step)
+            copies = []
+        loaded, failure = self._load_first(training, copies, load_dir, strict=strict)
         if loaded is None:
-            self._goes_on_from = on_disk
-        elif on_disk < 0 and self._parameter_groups.world.rank == 0 and (fault := damage(load_dir)) is not None:
+            self._goes_on_from = disk.step
+        elif disk.step < 0 and self._parameter_groups.world.rank == 0 and (fault := damage(load_dir)) is not None:
             _warn_of_place_taken(loaded, fault)
         return loaded, failure
 
-    def load_stand_in(self, training: TrainingObjects, load_dir: Path, wanted: Wanted,
-                      fault: CheckpointDamaged) -> Loaded | None:
+    def load_stand_in(self, training: TrainingObjects, load_dir: Path, fault: CheckpointDamaged, *,
+                      strict: bool) -> Loaded | None:
         """Load the newest intact copy in the place of the checkpoint on disk, which is damaged by `fault`.
 
         None where memory has no copy that is as new as the other checkpoints of the folder; nothing is loaded then. A
         collective call.
         """
-        on_disk, others = self._steps_on_disk(load_dir)
-        loaded, _ = self._load_first(training, wanted, self._vault.stand_ins(on_disk, others - 1), load_dir)
+        disk = self._look(load_dir)
+        copies = [copy for copy in self._vault.stand_ins(disk.step, disk.others - 1)
+                  if copy.step == disk.step or not disk.of_one_step]
+        loaded, _ = self._load_first(training, copies, load_dir, strict=strict)
         if loaded is not None and self._parameter_groups.world.rank == 0:
             _warn_of_place_taken(loaded, fault)
         return loaded
 
-    def _steps_on_disk(self, load_dir: Path) -> tuple[int, int]:
-        """Return the steps of the checkpoint that `latest` names, and the most steps of another one; -1 where none is there.
-
-        A checkpoint counts if it is complete. A collective call.
-        """
+    def _look(self, load_dir: Path) -> _OnDisk:
+        """Look at the checkpoints of a folder. A collective call."""
         name = latest(load_dir)
         found = tags(load_dir) if load_dir.is_dir() else []
-        seen = self._parameter_groups.world.gather_objects(tuple(
-            max((tag.step for tag in found if (tag.name == name) is is_latest), default=-1) for is_latest in (True, False)))
-        return max(steps for steps, _ in seen), max(steps for _, steps in seen)
+        step, others = (max((tag.step for tag in found if (tag.name == name) is is_latest), default=-1)
+                        for is_latest in (True, False))
+        seen = self._parameter_groups.world.gather_objects((step, others, (load_dir / _POSITION).exists()))
+        step, others = max(each[0] for each in seen), max(each[1] for each in seen)
+        named = step in map(int, re.findall(r"\d+", load_dir.name))
+        return _OnDisk(step=step, others=others, of_one_step=step >= 0 and (named or any(each[2] for each in seen)))
 
-    def _load_first(self, training: TrainingObjects, wanted: Wanted, copies: list[Generation], load_dir: Path,
+    def _load_first(self, training: TrainingObjects, copies: list[Generation], load_dir: Path, *, strict: bool,
                     ) -> tuple[Loaded | None, CheckpointError | None]:
         """Load the first of `copies` that is intact, and remove those before it.
 
+        A copy is the training itself: what the script leaves out of a folder, as fine-tuning does, is of that folder.
         Returns what was loaded, None where no copy was; and why the last damaged copy could not be.
         """
+        wanted = Wanted(strict=strict, moments=True, optimizer=True, schedule=True, everything=True)
         failure: CheckpointError | None = None
         for copy in copies:
             try:

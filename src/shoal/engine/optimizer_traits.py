@@ -16,7 +16,7 @@ from shoal.engine.schema import Config
 from shoal.errors import ConfigError, NotSupportedYet, UsageError
 from shoal.mesh.mesh import Mesh
 from shoal.optim.compressed import CompressedOptimizer
-from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, arithmetic_class, check_elementwise, count_moments
+from shoal.optim.elementwise import ADAM_MOMENTS, LAYERWISE, arithmetic_class, check_instance, count_moments
 from shoal.optim.handed_over import hand_back
 from shoal.optim.registry import make_optimizer
 from shoal.optim.sharded import ShardedOptimizer
@@ -75,7 +75,7 @@ def traits_of(settings: Config, optimizer: OptimizerSource | None) -> OptimizerT
 
 def check_optimizer(settings: Config, optimizer: Optimizer) -> None:
     """Raise unless `optimizer` can step slices of parameters, when the configuration wants them stepped."""
-    check_elementwise(type(optimizer), optimizer.defaults, trusted=settings.zero_allow_untested_optimizer)
+    check_instance(optimizer, trusted=settings.zero_allow_untested_optimizer)
     name = type(optimizer).__name__
     if settings.zero_optimization.offload_optimizer.step_in_backward and arithmetic_class(type(optimizer)) in LAYERWISE:
         raise ConfigError(f"zero_optimization.offload_optimizer.step_in_backward: got true beside {name}, whose step needs "

@@ -119,6 +119,7 @@ class PipelineEngine(BaseEngine):
         count = self.gradient_accumulation_steps()
         schedule = self._schedule(count)
         self._executor.refuse_failed()
+        self.copy_due()
         call = f"train_batch of {count} microbatches"
         self.failure_board.start_call(call)
         batches = self._draw(data_iter, count, call)
@@ -174,6 +175,7 @@ class PipelineEngine(BaseEngine):
         finally:
             for module in sorted(modes, key=lambda each: -sum(1 for _ in each.modules())):  # outer ones first: a script
                 module.train(modes[module])  # may keep some parts in evaluation
+        self.checkpointer.note_evaluation()
         loss: Any = None
         if compute_loss:
             losses = [value.detach().float().reshape(()) for _, value in results]

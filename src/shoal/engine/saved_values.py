@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from shoal.checkpoint import Snapshot, extra_states, rng
 from shoal.engine.training_objects import TrainingObjects
-from shoal.engine.training_state import data_state, group_names, parameter_shapes
+from shoal.engine.training_state import group_names, parameter_shapes
 from shoal.log import logger
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.masks import MASK
@@ -29,8 +29,12 @@ CLIENT_STEP = "client_step"
 
 
 def shared_values(training: TrainingObjects, parameter_groups: ParameterGroups, stage: int,
-                  client_state: Mapping[str, Any], client_step: int | None, *, exclude_frozen: bool) -> dict[str, object]:
-    """Return the values that are the same on every rank; the client state is of step `client_step`. A collective call."""
+                  client_state: Mapping[str, Any], client_step: int | None, data: dict[str, Any] | None, *,
+                  exclude_frozen: bool) -> dict[str, object]:
+    """Return the values that are the same on every rank; the client state is of step `client_step`. A collective call.
+
+    `data` is the state of the loader.
+    """
     sharded, optimizer = training.sharded, training.optimizer
     kept = {name for name, p in sharded.named().items() if p.requires_grad or not exclude_frozen}
     shapes = {name: shape for name, shape in parameter_shapes(sharded).items() if name in kept}
@@ -48,7 +52,7 @@ def shared_values(training: TrainingObjects, parameter_groups: ParameterGroups, 
         "loss_scale": {} if optimizer is None else optimizer.scaler.state_dict(),
         "residual_scale": 1.0 if optimizer is None else optimizer.scaler.value,
         "lr_scheduler": None if training.lr_scheduler is None else dict(training.lr_scheduler.state_dict()),
-        "data": data_state(training.dataloader, training.optimizer),
+        "data": data,
         "guard": None if training.guard is None else training.guard.state_dict(),
         "client_state": dict(client_state),
         CLIENT_STEP: client_step,

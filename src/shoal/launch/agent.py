@@ -177,6 +177,7 @@ class Agent(LocalElasticAgent):
         self._starts = 0
         """How often this agent has started its ranks."""
         self._grace = plan.grace
+        self._is_stopping = False
         """Seconds that ranks have to finish after a signal; 0 once a stop has begun."""
         self._exits: dict[int, int] = {}
         """Exit codes, by process id, of the ranks of this attempt that ended before the others were stopped; 1 for those
@@ -374,19 +375,21 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         grace, self._grace = self._grace, 0.0  # a second signal may interrupt this at any point
-        if not self.failures:  # a signal came before a failure was reported
+        again, self._is_stopping = self._is_stopping, True  # then what the first one has ended is no failure
+        if not (self.failures or again):  # a signal came before a failure was reported
             self._observe()
             self.failures = [self._failure(worker.global_rank, worker.local_rank, worker.id, self._exits[worker.id])
                              for worker in self._worker_group.workers
                              if isinstance(worker.id, int) and self._exits.get(worker.id)]
             self._report()
-        if alive := len(self._alive()):
+        if (alive := len(self._alive())) and not again:
             self.console.status(f"shoal run: sending {death_sig.name} to {counted(alive, 'rank')}; {grace:g} s are left to "
                                 "finish, and a second signal kills at once")
         self._stop(death_sig, grace)
         super()._shutdown(death_sig)
         self.guardian.sweep(ORPHAN_GRACE, set() if self._spare is None else self._spare.pids)
         self._grace, self._exits = self.plan.grace, {}  # for the ranks of the next attempt, if there is one
+        self._is_stopping = False
         self._lost_peer_since = None
 
     def _observe(self) -> None:

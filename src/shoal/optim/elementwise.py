@@ -1,13 +1,17 @@
 """Checks that an optimizer is elementwise: a rank steps flat slices of parameters, which must give the same training.
 
-Torch's own classes are known by exact class. Any other class is probed: three steps on a random matrix, and on the same
-numbers cut into two flat pieces, must give bitwise equal weights. LAMB is not elementwise and has a two-pass step.
+Torch's own classes are known by exact class. Any other is probed: three steps on a random matrix, and on the same numbers
+cut into two flat pieces, must give bitwise equal weights. A script's optimizer is probed as it is, with its own attributes
+and the options of each of its groups. LAMB is not elementwise and has a two-pass step.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +25,10 @@ from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
+from shoal.optim.own_attributes import copied
 
 __all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "arithmetic_class", "blank_state",
-           "check_elementwise", "count_moments"]
+           "check_elementwise", "check_instance", "count_moments"]
 
 ADAM_MOMENTS = 2
 
@@ -40,6 +45,9 @@ WHOLE_TENSOR: Mapping[type[Optimizer], str] = {
     torch.optim.SparseAdam: "steps only sparse gradients, and slices of a flat buffer are dense",
 }
 _USE_INSTEAD = "use an elementwise one instead: AdamW, Adam, SGD, Adagrad, Lion, RMSprop, RAdam, NAdam or Adamax; or Lamb"
+
+_Build = Callable[[list[Tensor]], Optimizer]
+"""Builds an optimizer of weights."""
 
 # Shape of the probe and where it is cut. Both pieces are whole vectors: a kernel may round a partial vector differently.
 _SHAPE, _CUT, _STEPS = (16, 12), 64, 3
@@ -69,6 +77,42 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
     `defaults` are an instance's (they become the keywords of a probe). `trusted` (`zero_allow_untested_optimizer`)
     accepts a class that cannot be probed, but not one whose probe mixed elements.
     """
+    def build(weights: list[Tensor]) -> Optimizer:
+        return optimizer_class(weights, **_keywords(optimizer_class, defaults))
+
+    _check(optimizer_class, build, trusted=trusted)
+
+
+def check_instance(optimizer: Optimizer, *, trusted: bool = False) -> None:
+    """Raise `OptimizerError` as `check_elementwise` does for the script's `optimizer`, with the options of each group."""
+    distinct: dict[object, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        distinct.setdefault(tuple((name, _kind_of(value)) for name, value in options.items()), options)
+    for options in distinct.values():
+        if optimizer.state:  # allocated at construction, for the weights that it was given
+            check_elementwise(type(optimizer), {**optimizer.defaults, **options}, trusted=trusted)
+        else:
+            _check(type(optimizer), partial(_twin, optimizer, options), trusted=trusted)
+
+
+def _kind_of(value: object) -> object:
+    """Return what tells options apart that may step in different ways: of a number, whether it is 0."""
+    return value if isinstance(value, bool | str) else bool(value) if isinstance(value, int | float) else type(value)
+
+
+def _twin(optimizer: Optimizer, options: Mapping[str, Any], weights: list[Tensor]) -> Optimizer:
+    """Return an optimizer of `weights` that steps as `optimizer` does; its step changes nothing of that one."""
+    twin = copied(optimizer)
+    containers = {name: copy(value) for name, value in vars(twin).items() if isinstance(value, list | dict | set)}
+    # A capturable step refuses the CPU, where probes run; it computes the same.
+    capturable = {"capturable": False} if "capturable" in options else {}
+    vars(twin).update(containers, state=defaultdict(dict), param_groups=[{**options, **capturable, "params": weights}])
+    return twin
+
+
+def _check(optimizer_class: type[Optimizer], build: _Build, *, trusted: bool) -> None:
+    """Raise `OptimizerError` unless the optimizers that `build` makes of weights step every element by itself."""
     name = optimizer_class.__name__
     known = arithmetic_class(optimizer_class)
     if known in ELEMENTWISE or known in LAYERWISE:
@@ -77,7 +121,7 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
         raise OptimizerError(f"optimizer: {name} {WHOLE_TENSOR[optimizer_class]}, but a rank steps flat slices of "
                              f"parameters; {_USE_INSTEAD}")
     try:
-        same = _same_on_slices(optimizer_class, defaults)
+        same = _same_on_slices(build)
     except Exception as error:  # a foreign class may raise anything when it is built or stepped on a probe
         problem = f"{type(error).__name__}: {error}"
         if not trusted:
@@ -120,22 +164,20 @@ def _keywords(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> 
     return {keyword: value for keyword, value in defaults.items() if keyword in accepted and keyword != "capturable"}
 
 
-def _same_on_slices(optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> bool:
-    keywords = _keywords(optimizer_class, defaults)
+def _same_on_slices(build: _Build) -> bool:
     random = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(_SHAPE, generator=random, dtype=torch.float32, device="cpu")
                           for _ in range(_STEPS + 1))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        whole = _stepped(optimizer_class, keywords, [weight], [[gradient] for gradient in gradients])
-        pieces = _stepped(optimizer_class, keywords, _pieces(weight), [_pieces(gradient) for gradient in gradients])
+        whole = _stepped(build, [weight], [[gradient] for gradient in gradients])
+        pieces = _stepped(build, _pieces(weight), [_pieces(gradient) for gradient in gradients])
     return torch.equal(whole, pieces)
 
 
-def _stepped(optimizer_class: type[Optimizer], keywords: Mapping[str, Any], weights: list[Tensor],
-             gradients: list[list[Tensor]]) -> Tensor:
+def _stepped(build: _Build, weights: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
     torch.default_generator.manual_seed(0)  # the CPU's alone, which the caller forked
     weights = [weight.clone().requires_grad_() for weight in weights]
-    optimizer = optimizer_class(weights, **keywords)
+    optimizer = build(weights)
     for step in gradients:
         for weight, gradient in zip(weights, step, strict=True):
             weight.grad = gradient.clone()

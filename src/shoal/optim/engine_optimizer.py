@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.optim.compressed import CompressedOptimizer
+from shoal.optim.own_attributes import OwnAttributes
 from shoal.optim.views import STATE_IS_KEPT, OffloadedStateView, Views
 
 __all__ = ["EngineOptimizer", "StepOwner", "hooks_of"]
@@ -61,6 +62,7 @@ class EngineOptimizer(Optimizer):
         """The parameters of each group, as `initialize` laid them out over the ranks."""
         vars(self).update({name: OrderedDict() for name in hooks_of(optimizer)})
         self._hooked: Optimizer = self
+        self.own = OwnAttributes(optimizer)
         self._owner: ReferenceType[StepOwner] | None = None
         self._allocates_state = bool(optimizer.state)  # Adagrad, when it is built
 
@@ -68,8 +70,12 @@ class EngineOptimizer(Optimizer):
         """Complete the last step, so that a reader sees its state."""
         raise NotImplementedError
 
-    def share_hooks(self, optimizer: Optimizer) -> None:
-        """Call the hooks of the script's `optimizer` from now on, with it: both have the parameters of the model."""
+    def share(self, optimizer: Optimizer) -> None:
+        """Have the attributes of the script's `optimizer` from now on, and call its hooks with it.
+
+        Both have the parameters of the model.
+        """
+        self.own.share(optimizer)
         vars(self).update(hooks_of(optimizer))
         self._hooked = optimizer
 
@@ -156,9 +162,15 @@ class EngineOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients as `engine.zero_grad()` does, which keeps those of an accumulation under way.
 
-        Where boundaries are set by hand, all are discarded.
+        Where boundaries are set by hand, all are discarded. With `set_to_none` false the parameters that have had a gradient
+        are stepped with a gradient of zeros where they get no other, as by torch.
         """
         self._engine("zero_grad").zero_grad_by_optimizer()
+        self.keep_zeros(keep=not set_to_none)
+
+    def keep_zeros(self, *, keep: bool) -> None:
+        """Step the parameters that have had a gradient with one of zeros where they get no other; or no longer."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter names, of full shapes: on rank 0, and on the others the groups alone.

@@ -47,10 +47,10 @@ def hand_over(optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
     if plain not in _classes:
         kept = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
         _classes[plain] = type(plain.__name__, (plain,), {**_METHODS, **kept})
-    vars(optimizer).pop("step", None)  # of a schedule, or of the script; the copy that steps has the script's
+    vars(optimizer).pop("step", None)  # of a schedule
     vars(optimizer)["_handed_over"] = _HandedOver(sharded=ref(sharded), groups=optimizer.param_groups, state=optimizer.state)
     optimizer.__class__ = _classes[plain]
-    sharded.share_hooks(optimizer)
+    sharded.share(optimizer)
 
 
 def hand_back(optimizer: Optimizer) -> type[Optimizer]:

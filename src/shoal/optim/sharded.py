@@ -6,15 +6,18 @@ The inner optimizer is an elementwise one (torch's own, or the user's), or LAMB.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.device import on_accelerator
 from shoal.errors import UsageError
+from shoal.log import warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.optim.backward_step import BackwardStepper
 from shoal.optim.compressed import CompressedOptimizer
@@ -100,10 +103,14 @@ class ShardedOptimizer(EngineOptimizer):
         self._norm: GlobalNorm | None = None
         self._model = model
         self._weight_writes = WeightWrites(model.trainable)
+        self._had_gradient: dict[TrainableUnit, int] = {}
+        """The slots of each unit that a step has had a gradient of, since they were last set to None."""
+        self._zeros: Mapping[TrainableUnit, int] = MappingProxyType({})
+        """The slots whose gradient is zeros where they get no other."""
         if isinstance(optimizer, CompressedAdam):
             self._step_fn = compressed_step_fn(optimizer, native=rules.native)
         else:
-            step = optimizer_step_fn(optimizer, views)
+            step = optimizer_step_fn(optimizer, views, self.own)
             self._step_fn = native_or_optimizer_step_fn(optimizer, step) if rules.native else step
         self._native_step_fn = native_step_fn(optimizer)
         if isinstance(optimizer, OneBitLamb):  # it keeps two scalars per parameter
@@ -176,14 +183,19 @@ class ShardedOptimizer(EngineOptimizer):
         self._check_members(self.param_groups)
         self._model.close_grads(keep=True)
         self.collect_set_grads()
+        self._collect_zeros()
         parameter_groups = self._model.parameter_groups
         if units and not self.has_gradients:
             raise UsageError(f"rank {self._model.parameter_groups.world.rank}: step() without gradients; call "
                              f"engine.backward(loss) on the output of the engine since the last step")
         if not self._steps_in_gradient:
             return self._skip_sync()
+        if not self.begun:
+            self.own.begin_step()
         options = (self._backward_stepper and self._backward_stepper.options) or snapshot_options(self.optimizer)
         stats = self._reduce_grad_stats(units)
+        for unit, mask in stats.slots_with_grad.items():
+            self._had_gradient[unit] = self._had_gradient.get(unit, 0) | mask
         self.overflow = self.rules.check_overflow and stats.overflow
         loss_scale = self.scaler.value
         scale = loss_scale * self._steps_in_gradient
@@ -232,6 +244,35 @@ class ShardedOptimizer(EngineOptimizer):
                              f"gradients have the loss scale {self.loss_scale:g}, are compressed, or are stepped in "
                              f"backward: lead a loss through the model instead, or train without fp16's loss scale, 1-bit "
                              f"optimizers and step_in_backward. The gradients that were set are discarded")
+        self._collect(found)
+
+    def keep_zeros(self, *, keep: bool) -> None:
+        """As in the base class."""
+        self._zeros = dict(self._had_gradient) if keep else {}
+        if not keep:
+            self._had_gradient.clear()
+
+    def _collect_zeros(self) -> None:
+        """Collect zeros for each parameter that has had a gradient, and has none now, where a script asked for that."""
+        found: list[tuple[TrainableUnit, list[tuple[int, Tensor]]]] = []
+        for unit, mask in self._zeros.items():
+            slots = [slot for slot, member in enumerate(unit.members) if mask >> slot & 1 and member.parameter.requires_grad
+                     and not unit.gradient.accumulator.has_slot(slot)]
+            if slots:
+                found.append((unit, [(slot, torch.zeros(unit.layout.slots[slot].shape, dtype=unit.full.dtype,
+                                                        device=self._model.storage.device)) for slot in slots]))
+        if not found:
+            return
+        if self.loss_scale != 1 or self.rules.in_backward or isinstance(self.optimizer, CompressedOptimizer):
+            unit, zeros = found[0]
+            warn_once(f"optimizer.zero_grad(set_to_none=False): '{unit.members[zeros[0][0]].name}' got no gradient in this "
+                      f"step, and is not stepped, where torch would step it with zeros: gradients have the loss scale "
+                      f"{self.loss_scale:g}, are compressed, or are stepped in backward")
+            return
+        self._collect(found)
+
+    def _collect(self, found: Iterable[tuple[TrainableUnit, list[tuple[int, Tensor]]]]) -> None:
+        """Collect gradients that no backward pass gives: (slot, gradient) of each unit."""
         self.finish_deferred_steps()
         self._model.finish_pending()
         for unit, taken in found:
@@ -274,6 +315,7 @@ class ShardedOptimizer(EngineOptimizer):
 
     def _count_step(self) -> None:
         """Count an applied step."""
+        self.own.end_step()
         for each in (self, self.optimizer):
             vars(each)["_opt_called"] = True  # torch's schedules warn if the optimizer has not stepped
         if isinstance(self.optimizer, CompressedOptimizer):
@@ -302,6 +344,7 @@ class ShardedOptimizer(EngineOptimizer):
     def stepping_in_backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that steps units as their gradients are reduced (backward_step.py)."""
         assert self._backward_stepper is not None
+        self.own.begin_step()
         return self._backward_stepper.stepping(1 / self.scaler.value)
 
     @property

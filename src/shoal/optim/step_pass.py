@@ -26,6 +26,7 @@ from shoal.optim.elementwise import LAYERWISE, arithmetic_class
 from shoal.optim.lion import Lion
 from shoal.optim.masks import MASK
 from shoal.optim.onebit import CompressedAdam, OneBitAdam, ZeroOneAdam
+from shoal.optim.own_attributes import OwnAttributes
 from shoal.optim.views import MasterView, Views
 from shoal.zero.optimizer_state import WHOLE_STEP, StateAccess
 
@@ -74,10 +75,11 @@ _Moment = Callable[[str], Tensor]
 _Planner = Callable[[dict[str, Any], _State, _Moment], _Plan]
 
 
-def optimizer_step_fn(optimizer: Optimizer, views: Views) -> StepFunction:
-    """Return the step function that attaches gradients and calls `optimizer.step`."""
+def optimizer_step_fn(optimizer: Optimizer, views: Views, own: OwnAttributes) -> StepFunction:
+    """Return the step function that attaches gradients and calls `optimizer.step`; `own` are the optimizer's attributes."""
     def step_views(batch: Sequence[MasterView], factor: Factor, options: Options) -> None:
         views.attach_grads(batch, factor)
+        own.begin_call()
         with _use_groups(optimizer, options, batch):
             optimizer.step()
         views.detach_grads(batch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.device import HOST
 from shoal.errors import OptimizerError, UsageError
+from shoal.optim.own_attributes import copied
 from shoal.tier import ResidentSpan, fetched
 from shoal.zero.layout import ALIGNMENT, Part
 from shoal.zero.trainable_unit import TrainableUnit
@@ -227,7 +227,15 @@ class OptimizerGroups:
 
     @staticmethod
     def check_new(optimizer: Optimizer) -> None:
-        """Raise `UsageError` if the optimizer has stepped: its state would be that of whole parameters."""
+        """Raise `UsageError` if the optimizer has stepped: its state would be that of whole parameters.
+
+        Likewise if its `step` was replaced, which would step whole parameters past the engine.
+        """
+        replaced = vars(optimizer).get("step")
+        if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+            raise UsageError(f"initialize: optimizer.step of the {type(optimizer).__name__} was replaced by "
+                             f"{getattr(replaced, '__qualname__', replaced)!r}, and what it calls steps whole parameters; "
+                             f"replace it after initialize: then optimizer.step() is the engine's step")
         if any(float(state.get("step", 1)) for state in optimizer.state.values()):
             raise UsageError(f"initialize: the {type(optimizer).__name__} has stepped already and holds state for whole "
                              f"parameters; pass it before its first step, or resume from a checkpoint")
@@ -235,10 +243,8 @@ class OptimizerGroups:
     def copy_over(self, optimizer: Optimizer, views: Views) -> Optimizer:
         """Return a copy of the user's optimizer that steps the views; both have the same groups and options."""
         self.check_new(optimizer)
-        inner = copy(optimizer)
+        inner = copied(optimizer)
         vars(inner)["state"] = defaultdict(dict)
-        if hasattr(vars(inner).get("step"), "_wrapped_by_lr_sched"):  # bound to the other one
-            del vars(inner)["step"]
         if optimizer.state:  # allocated at construction, as by Adagrad: allocate it for the views
             groups = [{**group, "params": views.of_group(index)} for index, group in enumerate(optimizer.param_groups)]
             inner.state.update(type(optimizer)(groups, **{name: value for name, value in optimizer.defaults.items()

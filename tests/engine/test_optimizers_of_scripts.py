@@ -1,0 +1,138 @@
+"""Optimizers that scripts write themselves: what they keep on themselves, and in their groups, decides how they step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import shoal
+from shoal.errors import OptimizerError, UsageError
+from shoal.testing import run_ranks
+
+
+class Scaled(Optimizer):
+    """Steps by the gradient or by its sign, times a scale and a warm-up that it counts itself."""
+
+    scale = 1.0
+
+    def __init__(self, params: Any, lr: float = 0.05, *, sign: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.sign = sign
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        warm = min(1.0, self.steps / 4)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad.sign() if self.sign else p.grad, alpha=-group["lr"] * self.scale * warm)
+
+
+class Normed(Optimizer):
+    """Divides by the norm of a whole gradient where its group says so."""
+
+    def __init__(self, params: Any, lr: float = 0.05, normed: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "normed": normed})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad / p.grad.norm() if group["normed"] else p.grad, alpha=-group["lr"])
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": {"stage": stage, **more}}
+
+
+def scaled(stage: int | None, **more: Any) -> tuple[list[Tensor], int]:
+    """Step six times, with other options from the fourth on; return the weights, and the steps that were counted."""
+    whole = model()
+    optimizer = Scaled(whole.parameters(), sign=True)
+    if stage is not None:
+        shoal.initialize(model=whole, optimizer=optimizer, config=config(stage, **more))
+    for step in range(6):
+        if step == 3:
+            optimizer.sign, optimizer.scale = False, 0.5
+        whole(torch.ones(2, 4) * step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()], optimizer.steps
+
+
+@pytest.mark.parametrize(("stage", "more"), [(0, {}), (2, {}), (3, {}), (2, {"sub_group_size": 8})])
+def test_what_an_optimizer_keeps_on_itself_decides_its_steps(stage: int, more: dict[str, Any]) -> None:
+    expected, steps = scaled(None)
+    for found, counted in run_ranks(2, scaled, stage, **more):
+        assert counted == steps == 6
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_the_options_of_each_group_are_probed() -> None:
+    whole = model()
+    groups = [{"params": whole[0].parameters()}, {"params": whole[2].parameters(), "normed": True}]
+    with pytest.raises(OptimizerError, match="Normed is not elementwise"):
+        shoal.initialize(model=whole, optimizer=Normed(groups), config=config(0))
+    shoal.initialize(model=whole, optimizer=Normed(whole.parameters()), config=config(0))[0].destroy()
+
+
+def test_a_replaced_step_is_refused_and_may_be_replaced_afterwards() -> None:
+    whole = model()
+    optimizer = SGD(whole.parameters(), lr=0.1)
+    plain, calls = optimizer.step, []
+
+    def step(closure: Any = None) -> Any:
+        calls.append(1)
+        return plain(closure)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"optimizer.step of the SGD was replaced .*replace it after initialize"):
+        shoal.initialize(model=whole, optimizer=optimizer, config=config(0))
+    del optimizer.step
+    engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(0))[0]
+    plain = optimizer.step
+    optimizer.step = step  # type: ignore[method-assign]
+    whole(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    assert (calls, engine.global_steps) == ([1], 1)
+
+
+def heads(stage: int | None, set_to_none: bool) -> tuple[list[Tensor], list[float]]:
+    """Train two heads in turn; return the weights, and the losses."""
+    torch.manual_seed(0)
+    whole = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    optimizer = AdamW(whole.parameters(), lr=0.1)
+    if stage is not None:
+        shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+    losses: list[float] = []
+    for step in range(6):
+        loss = whole[step % 2](torch.ones(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none and step > 2)
+        losses.append(float(loss.detach()))
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()], losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_that_are_set_to_zero_are_stepped(stage: int, set_to_none: bool) -> None:
+    expected, expected_losses = heads(None, set_to_none)
+    for found, losses in run_ranks(2, heads, stage, set_to_none):
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted)
