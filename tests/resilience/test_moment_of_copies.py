@@ -81,6 +81,27 @@ def test_a_rank_that_dies_after_a_step_does_again_what_follows(tmp_path: Path) -
     assert weights == run_ranks(2, train, str(tmp_path / "undisturbed"), 9, 2, False)[0][2]
 
 
+def learn_from_rollouts(memory: str, stop: int) -> list[float]:
+    """Train to step `stop` on what the model itself has made, with random numbers, before each step."""
+    model, _, engine = build(memory, 2)
+    engine.load_checkpoint(f"{memory}/disk")
+    while engine.global_steps < stop:
+        engine.eval()
+        with torch.no_grad():
+            made = [engine(torch.randn(4, 8)) + torch.randn(4, 1) for _ in range(2)]
+        engine.train()
+        engine.backward(((engine(rows(engine.global_steps)) - sum(made)) ** 2).mean())
+        engine.step()
+    engine.checkpointer.wait_for_copy()
+    return [value for p in model.parameters() for value in p.detach().flatten().tolist()]
+
+
+def test_rollouts_before_a_step_are_made_again_with_the_same_numbers(tmp_path: Path) -> None:
+    run_ranks(2, learn_from_rollouts, str(tmp_path / "memory"), 8)
+    again = run_ranks(2, learn_from_rollouts, str(tmp_path / "memory"), 11)
+    assert again == run_ranks(2, learn_from_rollouts, str(tmp_path / "undisturbed"), 11)
+
+
 def tune(memory: str, stop: int) -> list[float]:
     """Begin from the weights alone of another training, as fine-tuning does, and train to step `stop`."""
     model, _, engine = build(memory, 1)

@@ -71,6 +71,10 @@ class MemoryCopies:
         self._goes_on_from: int | None = None
         """The steps of the state that was loaded since the last step: copies of more belong to a training that was left."""
         self._due: _Due | None = None
+        self._evaluated = False
+        """Whether an evaluation has followed the last step."""
+        self._evaluates_always = False
+        """Whether one had followed the step before: then evaluations make the data of steps, as rollouts do."""
 
     @property
     def come_first(self) -> bool:
@@ -113,12 +117,17 @@ class MemoryCopies:
             self._vault.forget_after(self._goes_on_from)
             self._goes_on_from = None
         self._due = None
+        self._evaluates_always, self._evaluated = self._evaluated, False
         if self._vault.is_due(step):
             self._due = _Due(random=rng.capture(), data=data_state(training.dataloader, training.optimizer))
 
     def note_evaluation(self) -> None:
-        """Note that an evaluation has followed the last step: after a restart it is not repeated, nor what it drew."""
-        if self._due is not None:
+        """Note that an evaluation has followed the last step: after a restart it is not repeated, nor what it drew.
+
+        One that follows every step begins an iteration, and is repeated.
+        """
+        self._evaluated = True
+        if self._due is not None and not self._evaluates_always:
             self._due = replace(self._due, random=rng.capture())
 
     def forget_due(self) -> None:
