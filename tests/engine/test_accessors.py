@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import shoal
@@ -247,6 +248,29 @@ def test_a_consolidated_state_dict_holds_integers_and_buffers() -> None:
     state = engine.consolidated_state_dict()
     assert state is not None and set(state) == set(engine.module.state_dict(keep_vars=True))
     assert state["count"].tolist() == [0, 1, 2]
+
+
+def pruned(stage: int) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+    """Prune a layer, which renames its weight, and step; return the consolidated state, and a pruned model's own."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    engine = shoal.initialize(model=whole, optimizer=optimizer, config=configured(stage))[0]
+    with shoal.gathered(whole):
+        torch.nn.utils.prune.l1_unstructured(whole[0], "weight", 0.5)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    state = engine.consolidated_state_dict()
+    with shoal.gathered(whole):
+        return state, {name: value.detach().clone() for name, value in whole.state_dict(keep_vars=True).items()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_consolidated_state_dict_has_the_names_that_parameters_have_now(stage: int) -> None:
+    state, own = run_ranks(2, pruned, stage)[0]
+    assert state is not None and sorted(state) == sorted(own) and "0.weight_orig" in own
+    for name, value in own.items():
+        torch.testing.assert_close(state[name], value)
 
 
 def released() -> None:

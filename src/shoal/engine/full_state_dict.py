@@ -42,22 +42,24 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     mesh = model.parameter_groups.mesh
     copy = model.parameter_groups.communicator(*MODEL)
     sending = mesh.rank("data") == 0
+    now = {parameter: name for name, parameter in model.named().items()}  # pruning and parametrizations rename parameters
+    former = {now.get(member.parameter, member.name): member.name for unit in model.units for member in unit.members}
     own: dict[str, Tensor] = {}
     for unit in model.units:
         if exclude_frozen and not isinstance(unit, TrainableUnit):
             continue
         for member, value in zip(unit.members, _values(unit, dtype), strict=True):
             if sending:
-                own[member.name] = value.to("cpu", dtype or value.dtype, copy=True)
+                own[now.get(member.parameter, member.name)] = value.to("cpu", dtype or value.dtype, copy=True)
         unit.release()
     if not sending:
         return None
-    in_units = {m.name for unit in model.units for m in unit.members} | set(tied_names(model.model)) | set(model.aliases)
+    in_units = former.keys() | set(tied_names(model.model)) | set(model.aliases)
     extra = extra_states(model.model)
     own |= {name: tensor.detach().cpu().clone() for name, tensor in model.model.state_dict(keep_vars=True).items()
             if name not in own and name not in in_units and name not in extra}
-    slices = model.tensor_slices
-    by_rank = copy.gather_objects({name: _TensorPart(cut=slices.get(name), shape=tuple(tensor.shape), dtype=tensor.dtype)
+    slices = {name: model.tensor_slices.get(former.get(name, name)) for name in own}
+    by_rank = copy.gather_objects({name: _TensorPart(cut=slices[name], shape=tuple(tensor.shape), dtype=tensor.dtype)
                                    for name, tensor in own.items()})
     tied = {name: first for names in copy.gather_objects(model.tied_names()) for name, first in names.items()}
     state: dict[str, Any] = {name: value for each in reversed(copy.gather_objects(extra)) for name, value in each.items()}
