@@ -534,6 +534,19 @@ class Custom(SparsityConfig):
         return torch.ones(self.num_heads, seq_len // self.block, seq_len // self.block).tril()
 
 
+def test_a_model_that_reads_four_dims_of_a_mask_is_refused() -> None:
+    lasr = transformers.LasrEncoder(transformers.LasrEncoderConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48,
+        num_mel_bins=16, subsampling_conv_channels=16))
+    with pytest.raises(NotServed, match=r"LasrEncoderConvolutionModule \(layers.0.conv\) reads a mask of each query and key"):
+        use_sparse_attention(lasr, WINDOW)
+    indexed = transformers.HYV4ForCausalLM(transformers.HYV4Config(
+        vocab_size=31, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2))
+    with pytest.raises(NotServed, match="HYV4Attention chooses the keys of each query itself"):
+        use_sparse_attention(indexed, WINDOW)
+
+
 def test_a_model_without_attention_is_refused() -> None:
     model = transformers.FNetModel(transformers.FNetConfig(
         vocab_size=31, hidden_size=32, num_hidden_layers=1, intermediate_size=48))

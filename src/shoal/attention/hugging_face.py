@@ -264,8 +264,9 @@ def is_causal_in(name: str, module: nn.Module, mask: Tensor | None) -> bool:
 def _check_model(caller: str, model: object) -> None:
     """Raise NotServed for models whose attention this one cannot be, where no call of it would tell.
 
-    A Q-Former has cross attention that no configuration declares; Doge and HY-V4 choose keys, and LASR's convolution skips
-    padding, by a mask of four dims before the call. FNet and Mamba have no attention.
+    A Q-Former has cross attention that no configuration declares; Doge and models with an indexer (DeepSeek V3.2, HY-V4)
+    choose keys, and LASR's convolution skips padding, by a mask of four dims before the call. FNet and Mamba have no
+    attention.
     """
     if isinstance(model, nn.Module) and not any(_takes_interface(type(module)) for module in model.modules()):
         raise NotServed(f"{caller}: {type(model).__name__} computes no attention by the attention interface of "
@@ -275,7 +276,7 @@ def _check_model(caller: str, model: object) -> None:
         if path.rpartition(".")[2] == "crossattention":
             raise NotServed(f"{caller}: {type(model).__name__} has cross attention ({path}), and a layout is of one "
                             f"sequence; choose attn_implementation='sdpa' for this model")
-        if hasattr(type(module), "prepare_dynamic_mask") or type(module).__name__ == "HYV4Attention":
+        if hasattr(type(module), "prepare_dynamic_mask") or hasattr(module, "indexer"):
             raise NotServed(f"{caller}: {type(module).__name__} chooses the keys of each query itself ({path}); choose "
                             f"attn_implementation='eager' for this model")
         if type(module).__name__ == "LasrEncoderConvolutionModule":
