@@ -140,8 +140,13 @@ class MemoryCopies:
         A copy that fails is logged, and training goes on.
         """
         due, self._due = self._due, None
-        if due is None or (training.optimizer is not None and training.optimizer.begun):
-            return  # begun: a backward that no call has announced has stepped some weights
+        if due is None:
+            return
+        if training.optimizer is not None and training.optimizer.begun:
+            warn_once("resilience.vault: a copy is left out, because a backward has stepped some weights already "
+                      "(offload_optimizer.step_in_backward) after a forward that was no call of the engine in training mode: "
+                      "call engine(...) after engine.train()")
+            return
         self._vault.wait_for_others()
         training.sharded.load_replaced()
         pieces = state_to_save(training.sharded, training.optimizer, "forward", exclude_frozen=False)
