@@ -144,8 +144,8 @@ class MemoryCopies:
             return
         if training.optimizer is not None and training.optimizer.begun:
             warn_once("resilience.vault: a copy is left out, because a backward has stepped some weights already "
-                      "(offload_optimizer.step_in_backward) after a forward that was no call of the engine in training mode: "
-                      "call engine(...) after engine.train()")
+                      "(offload_optimizer.step_in_backward) after a forward that was no call of the engine in training "
+                      "mode: call engine(...) after engine.train()")
             return
         self._vault.wait_for_others()
         training.sharded.load_replaced()
