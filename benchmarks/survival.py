@@ -32,7 +32,8 @@ from results import Outcome, Sheet, Target, quartiles
 from workloads import SEED, workload
 
 import shoal
-from shoal.engine.checkpointer import Checkpointer, TrainingObjects
+from shoal.engine.checkpointer import Checkpointer
+from shoal.engine.training_objects import TrainingObjects
 from shoal.launch.watching import LOOK
 from shoal.recording.page import RankPage, TrainingPhase
 from shoal.resilience.watch import Watch
@@ -80,7 +81,7 @@ def measure(options: argparse.Namespace) -> None:
         order = names[number % len(names):] + names[:number % len(names)]
         turns.append({name: turn(steps[name][0], waits[name], count=options.every) for name in order})
     found: list[Any] = [None] * dist.get_world_size()
-    copy = copy_seconds(*steps["copies"], every=options.every)
+    copy = copy_seconds(*steps["copies"])
     dist.all_gather_object(found, {"turns": turns, "page": page_seconds(steps["no copies"][0]), "look": look_seconds(),
                                    "copy": copy})
     if dist.get_rank() == 0:
@@ -116,20 +117,19 @@ def turn(step: Callable[[], None], wait: Callable[[], None], *, count: int) -> t
     return (time.process_time() - used) / count, (time.perf_counter() - began) / count
 
 
-def copy_seconds(step: Callable[[], None], checkpointer: Checkpointer, *, every: int) -> float:
+def copy_seconds(step: Callable[[], None], checkpointer: Checkpointer) -> float:
     """Return the processor seconds of one copy while ranks do nothing else, the median of `COPIES`."""
-    copy, found = checkpointer.copy_to_vault, list[float]()
+    copy, found = checkpointer.copy_to_memory, list[float]()
 
     def timed(training: TrainingObjects) -> None:
         dist.barrier()
         used = time.process_time()
         copy(training)
         checkpointer.wait_for_copy()
-        if training.progress.global_steps % every == 0:
-            found.append(time.process_time() - used)
+        found.append(time.process_time() - used)
         dist.barrier()
 
-    with patch.object(checkpointer, "copy_to_vault", timed):
+    with patch.object(checkpointer, "copy_to_memory", timed):
         while len(found) < COPIES:
             step()
     return statistics.median(found)

@@ -77,7 +77,7 @@ def test_a_job_goes_on_without_a_host_that_another_cannot_reach(machines, tmp_pa
         code, err = training.end()
     sys.stdout.write(f"{len(hosts)} hosts to {kept}: {seconds:.1f} s from the cut to the next new step\n")
     assert code == 0, err
-    assert (int(again[1]), int(again[2]) >= 19) == (kept, True), err
+    assert (int(again[1]), int(again[2]) >= 18) == (kept, True), err
     assert (f"shoal run: node2 is lost: host node1 cannot reach host node2, though this machine reaches them; see to the "
             f"network between them; it ran rank {len(hosts) - 1}; the job goes on with {kept} host") in err
 

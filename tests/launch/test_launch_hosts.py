@@ -87,7 +87,7 @@ def test_a_job_survives_the_loss_of_any_host(run, script, lost, loss):
     assert code == 0, err
     begun_again = sorted(re.findall(r"(\d of 2) from (\d+), agent \d+, (host \d of 2)", out))
     assert [(rank, host) for rank, _, host in begun_again] == [("0 of 2", "host 0 of 2"), ("1 of 2", "host 1 of 2")], err
-    assert all(int(steps) >= 2 for _, steps, _ in begun_again), "loaded from memory, of which a third was lost"
+    assert all(int(steps) >= 1 for _, steps, _ in begun_again), "loaded from memory, of which a third was lost"
     name = (socket.gethostname(), "localhost")[lost]
     assert f"shoal run: {name} is lost: " in err
     assert f"it ran rank {lost}; the job goes on with 2 hosts" in err

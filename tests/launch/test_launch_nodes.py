@@ -63,7 +63,7 @@ def test_a_training_survives_the_loss_of_a_node(run, script, free_port, nodes, l
     assert [code for code, _, _ in ends] == [0] * len(ends), ends
     begun = sorted(out.splitlines()[-1] for _, out, _ in ends)
     assert [line.partition(" from ")[0] for line in begun] == [f"{rank} of {len(ends)}" for rank in range(len(ends))]
-    assert all(int(line.partition(" from ")[2]) >= 2 for line in begun), ends  # loaded from memory, of which half was lost
+    assert all(int(line.partition(" from ")[2]) >= 1 for line in begun), ends  # loaded from memory, of which half was lost
     assert loss == signal.SIGKILL or "ended because node 1 has sent no heartbeat for" in ends[0][2], ends
 
 
