@@ -110,6 +110,94 @@ def test_a_replaced_step_is_refused_and_may_be_replaced_afterwards() -> None:
     assert (calls, engine.global_steps) == ([1], 1)
 
 
+def norm_sgd(whole: nn.Module, **options: Any) -> Optimizer:
+    return Normed(whole.parameters(), normed=True, **options)
+
+
+def test_a_warm_up_that_begins_at_zero_hides_nothing_from_the_probe() -> None:
+    whole = model()
+    optimizer = norm_sgd(whole)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    assert optimizer.param_groups[0]["lr"] == 0
+    with pytest.raises(OptimizerError, match="Normed is not elementwise"):
+        shoal.initialize(model=whole, optimizer=optimizer, config=config(0))
+
+
+class Lookahead(Optimizer):
+    """Steps by another optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.inner = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class OfOwnList(Optimizer):
+    """Steps the parameters of a list of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.listed = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.listed:
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda whole: Lookahead(norm_sgd(whole)), "Lookahead steps by another optimizer, which it keeps as 'inner'"),
+    (lambda whole: OfOwnList(whole.parameters()), "its steps leave the weights of a probe as they are")])
+def test_an_optimizer_that_steps_elsewhere_is_refused(make: Any, text: str) -> None:
+    whole = model()
+    whole(torch.ones(2, 4)).mean().backward()
+    before = [p.detach().clone() for p in whole.parameters()]
+    with pytest.raises(OptimizerError, match=text):
+        shoal.initialize(model=whole, optimizer=make(whole), config=config(0))
+    assert all(torch.equal(p, was) and p.grad is not None for p, was in zip(whole.parameters(), before, strict=True))
+
+
+def count_without_slices() -> int:
+    """Step a model of which rank 1 has no slice; return the steps that the optimizer has counted."""
+    whole = nn.Linear(2, 1, bias=False)
+    optimizer = Scaled(whole.parameters())
+    shoal.initialize(model=whole, optimizer=optimizer, config=config(2))
+    for _ in range(3):
+        whole(torch.ones(2, 2)).mean().backward()
+        optimizer.step()
+    return optimizer.steps
+
+
+def test_a_rank_without_a_slice_counts_the_steps_too() -> None:
+    assert run_ranks(2, count_without_slices) == [3, 3]
+
+
+def uneven(stage: int) -> tuple[list[Tensor], bool]:
+    """Train a shared layer and branches that other ranks may not take, with gradients set to zero."""
+    torch.manual_seed(0)
+    whole = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = AdamW(whole.parameters(), lr=0.1)
+    engine = shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))[0]
+    for step in range(5):
+        x = whole[0](torch.ones(2, 4))
+        branch = 1 if step == 0 or (step + engine.global_rank) % 2 else 2  # each rank leaves out another one
+        x = x + whole[branch](x)
+        (x + (whole[2](x) if step == 0 else 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return [p.detach().clone() for p in whole.parameters()], True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_leave_out_other_parts_with_gradients_of_zeros(stage: int) -> None:
+    (first, _), (second, _) = run_ranks(2, uneven, stage)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
 def heads(stage: int | None, set_to_none: bool) -> tuple[list[Tensor], list[float]]:
     """Train two heads in turn; return the weights, and the losses."""
     torch.manual_seed(0)

@@ -102,6 +102,35 @@ def test_rollouts_before_a_step_are_made_again_with_the_same_numbers(tmp_path: P
     assert again == run_ranks(2, learn_from_rollouts, str(tmp_path / "undisturbed"), 11)
 
 
+def train_module(memory: str, stop: int, training: bool) -> list[float]:
+    """Train to step `stop` by calls of the model, which has running statistics; return all of its state."""
+    os.environ[PAGES] = memory
+    os.makedirs(memory, exist_ok=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shoal.initialize(model=model, optimizer=optimizer, config={
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
+        "resilience": {"vault": {"every": EVERY}}})[0]
+    engine.load_checkpoint(f"{memory}/disk")
+    if not training:  # but for a part
+        model.eval()
+        model[1].train()
+    while engine.global_steps < stop:
+        model(rows(engine.global_steps)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.checkpointer.wait_for_copy()
+    return [value for tensor in model.state_dict().values() for value in tensor.detach().flatten().tolist()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_copy_before_a_call_of_the_model_has_no_statistics_of_it(tmp_path: Path, training: bool) -> None:
+    run_ranks(2, train_module, str(tmp_path / "memory"), 8, training)
+    again = run_ranks(2, train_module, str(tmp_path / "memory"), 11, training)
+    assert again == run_ranks(2, train_module, str(tmp_path / "undisturbed"), 11, training)
+
+
 def tune(memory: str, stop: int) -> list[float]:
     """Begin from the weights alone of another training, as fine-tuning does, and train to step `stop`."""
     model, _, engine = build(memory, 1)

@@ -164,7 +164,7 @@ class BaseEngine(Accessors, nn.Module):
         self.state_dicts = StateDicts(sharded, self.begin_call)
         self.activations = plan.activations
         sharded.shard(trained, plan, policy, roots=self.roots, explicit_passes=self.has_explicit_passes,
-                      begin_pass=self.begin_pass)
+                      begin_pass=self.begin_pass, before_forward=self._before_forward)
         self.frozen_parameters = FrozenParamCheck(sharded.units)
         if self.parameter_groups.tensor is not None:
             self.replicated_grads = ReplicatedGradCheck(sharded.trainable)
@@ -452,6 +452,12 @@ class BaseEngine(Accessors, nn.Module):
         """Note the step for the copies in memory, once a call that took it has counted it."""
         if self.sharded is not None:
             self.checkpointer.note_step(self._training_objects())
+
+    def _before_forward(self) -> None:
+        """Take the copy that is due before a forward that trains, and not evaluates, between two steps."""
+        if self.checkpointer.copy_is_due and torch.is_grad_enabled() and any(
+                module.training for module in self.module.modules()):
+            self.copy_due()
 
     def copy_due(self) -> None:
         """Copy the state after the last step to memory where that is due; every rank calls it before it trains on."""

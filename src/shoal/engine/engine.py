@@ -50,8 +50,6 @@ class Engine(BaseEngine):
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the model's forward, checked and cast."""
         self.begin_call("forward" if torch.is_grad_enabled() else "forward without gradients")
-        if self._trains():
-            self.copy_due()
         if self.settings.debug or not self._batches_compared:
             if self.parameter_groups.tensor is not None:
                 _compare_batches(self.parameter_groups.tensor, (args, kwargs))
@@ -67,13 +65,9 @@ class Engine(BaseEngine):
     def _during_forward(self) -> AbstractContextManager[None]:
         return self.during("forward")
 
-    def _trains(self) -> bool:
-        """Whether a forward is of the training, and not of an evaluation between two steps."""
-        return torch.is_grad_enabled() and self.module.training
-
     @opaque
     def _end_forward(self) -> None:
-        if not self._trains():
+        if not (torch.is_grad_enabled() and self.module.training):
             self.checkpointer.note_evaluation()
         for each in () if self.sharded is None else self.sharded.passes:
             each.end_forward()
@@ -193,7 +187,7 @@ class Engine(BaseEngine):
         self.begin_call("step")
         if self._joined is not None:
             self._joined.announce(JoinedCall.STEP)
-        self.copy_due()  # of a script that calls the model, or parts of it, and not the engine
+        self.copy_due()  # where no forward of the model has come before
         self.progress.begin_step()
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:

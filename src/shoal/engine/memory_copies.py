@@ -119,6 +119,7 @@ class MemoryCopies:
         self._due = None
         self._evaluates_always, self._evaluated = self._evaluated, False
         if self._vault.is_due(step):
+            self._vault.writer()  # every rank is here; a forward may come on some ranks alone
             self._due = _Due(random=rng.capture(), data=data_state(training.dataloader, training.optimizer))
 
     def note_evaluation(self) -> None:

@@ -25,7 +25,7 @@ from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.onebit import OneBitAdam, ZeroOneAdam
 from shoal.optim.onebit_lamb import OneBitLamb
-from shoal.optim.own_attributes import copied
+from shoal.optim.own_attributes import copied, own_attributes
 
 __all__ = ["ADAM_MOMENTS", "ELEMENTWISE", "LAYERWISE", "WHOLE_TENSOR", "arithmetic_class", "blank_state",
            "check_elementwise", "check_instance", "count_moments"]
@@ -84,7 +84,26 @@ def check_elementwise(optimizer_class: type[Optimizer], defaults: Mapping[str, A
 
 
 def check_instance(optimizer: Optimizer, *, trusted: bool = False) -> None:
-    """Raise `OptimizerError` as `check_elementwise` does for the script's `optimizer`, with the options of each group."""
+    """Raise `OptimizerError` as `check_elementwise` does for the script's `optimizer`, with the options of each group.
+
+    Likewise for one that steps by another optimizer, whose state nobody would shard or save.
+    """
+    wrapped = [name for name, value in own_attributes(optimizer).items() if isinstance(value, Optimizer)]
+    if wrapped and arithmetic_class(type(optimizer)) not in ELEMENTWISE | LAYERWISE:
+        raise OptimizerError(f"optimizer: {type(optimizer).__name__} steps by another optimizer, which it keeps as "
+                             f"'{wrapped[0]}'; hand that one to initialize, and wrap the optimizer that it returns")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:  # an optimizer that keeps them elsewhere too would step them in a probe
+        parameter.grad = None
+    try:
+        _check_groups(optimizer, trusted=trusted)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _check_groups(optimizer: Optimizer, *, trusted: bool) -> None:
     distinct: dict[object, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
@@ -104,10 +123,13 @@ def _kind_of(value: object) -> object:
 def _twin(optimizer: Optimizer, options: Mapping[str, Any], weights: list[Tensor]) -> Optimizer:
     """Return an optimizer of `weights` that steps as `optimizer` does; its step changes nothing of that one."""
     twin = copied(optimizer)
-    containers = {name: copy(value) for name, value in vars(twin).items() if isinstance(value, list | dict | set)}
-    # A capturable step refuses the CPU, where probes run; it computes the same.
+    containers = {name: value.clone() if isinstance(value, Tensor) else copy(value) for name, value in vars(twin).items()
+                  if isinstance(value, list | dict | set | Tensor)}
+    # A capturable step refuses the CPU, where probes run; it computes the same. A warm-up may begin at a rate of 0.
     capturable = {"capturable": False} if "capturable" in options else {}
-    vars(twin).update(containers, state=defaultdict(dict), param_groups=[{**options, **capturable, "params": weights}])
+    rate = {} if options.get("lr", 1) else {"lr": options.get("initial_lr") or optimizer.defaults.get("lr") or 1e-3}
+    vars(twin).update(containers, state=defaultdict(dict),
+                      param_groups=[{**options, **capturable, **rate, "params": weights}])
     return twin
 
 
@@ -171,6 +193,8 @@ def _same_on_slices(build: _Build) -> bool:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         whole = _stepped(build, [weight], [[gradient] for gradient in gradients])
         pieces = _stepped(build, _pieces(weight), [_pieces(gradient) for gradient in gradients])
+    if torch.equal(whole, weight.flatten()):
+        raise ValueError("its steps leave the weights of a probe as they are")
     return torch.equal(whole, pieces)
 
 

@@ -2,15 +2,18 @@
 
 A script's optimizer and the copy of it that steps have the same attributes. Those that the script sets reach the copy before
 a step, and those that a step sets reach the script's after it. A step may be taken in several calls, each for some of the
-slices; every call begins with the plain values that the step began with, so that a count goes up by one.
+slices, or in none where a rank has no slice; so every call begins with the numbers that the step began with, and a rank
+without a slice makes one call for the count alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from copy import copy
+from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = ["OwnAttributes", "copied", "own_attributes"]
@@ -30,8 +33,19 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 def copied(optimizer: Optimizer) -> Optimizer:
     """Return a copy with the same groups, state and attributes, without hooks. (`copy.copy` drops attributes.)"""
     other = copy(optimizer)
-    vars(other).update(own_attributes(optimizer))
+    _take(other, optimizer)
     return other
+
+
+def _take(to: Optimizer, of: Optimizer) -> None:
+    """Give `to` the attributes of `of`; a method that is bound to one is bound to the other."""
+    vars(to).update({name: MethodType(value.__func__, to) if isinstance(value, MethodType) and value.__self__ is of
+                     else value for name, value in own_attributes(of).items()})
+
+
+def _number(value: object) -> object:
+    """Return a plain value, or a copy of a tensor, which a step may change in place."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 class OwnAttributes:
@@ -40,8 +54,9 @@ class OwnAttributes:
     def __init__(self, inner: Optimizer):
         self._inner = inner
         self._given: Optimizer | None = None
-        self._first: Mapping[str, Any] = {}
-        """The plain values with which the step began."""
+        self._first: dict[str, Any] = {}
+        """The numbers with which the step began."""
+        self._called = False
 
     def share(self, optimizer: Optimizer) -> None:
         """Have the attributes of the script's `optimizer` from now on."""
@@ -50,14 +65,23 @@ class OwnAttributes:
     def begin_step(self) -> None:
         """Take over what the script has set."""
         if self._given is not None:
-            vars(self._inner).update(own_attributes(self._given))
-        self._first = {name: value for name, value in own_attributes(self._inner).items() if isinstance(value, _PLAIN)}
+            _take(self._inner, self._given)
+        self._called = False
+        self._first = {name: _number(value) for name, value in own_attributes(self._inner).items()
+                       if isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.dim() == 0)}
 
     def begin_call(self) -> None:
         """Begin a call of `step` for some of the slices."""
-        vars(self._inner).update(self._first)
+        self._called = True
+        vars(self._inner).update({name: _number(value) for name, value in self._first.items()})
+
+    def count_call(self, call: Callable[[], None]) -> None:
+        """Make the `call` for no slices, if the step has attributes to count on and was not called."""
+        if self._first and not self._called:
+            self.begin_call()
+            call()
 
     def end_step(self) -> None:
         """Let the script see what the step has set."""
         if self._given is not None:
-            vars(self._given).update(own_attributes(self._inner))
+            _take(self._given, self._inner)

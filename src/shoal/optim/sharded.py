@@ -32,6 +32,7 @@ from shoal.optim.step_pass import (
     Factor,
     Options,
     StepPass,
+    call_without_views,
     can_step_natively,
     compressed_step_fn,
     move_moments_to_store,
@@ -253,12 +254,17 @@ class ShardedOptimizer(EngineOptimizer):
             self._had_gradient.clear()
 
     def _collect_zeros(self) -> None:
-        """Collect zeros for each parameter that has had a gradient, and has none now, where a script asked for that."""
+        """Count each parameter that has had a gradient, and has none now, as one with zeros, where a script asked for that.
+
+        What every rank knows alike decides, for to collect is to reduce: which slots have had one on any rank, and which
+        units have a gradient now. The sum of such a unit has zeros in its other slots already.
+        """
         found: list[tuple[TrainableUnit, list[tuple[int, Tensor]]]] = []
         for unit, mask in self._zeros.items():
-            slots = [slot for slot, member in enumerate(unit.members) if mask >> slot & 1 and member.parameter.requires_grad
-                     and not unit.gradient.accumulator.has_slot(slot)]
-            if slots:
+            slots = [slot for slot, member in enumerate(unit.members) if mask >> slot & 1 and member.parameter.requires_grad]
+            if unit.gradient.has_gradient:
+                unit.gradient.accumulator.slots_with_grad |= sum(1 << slot for slot in slots)
+            elif slots:
                 found.append((unit, [(slot, torch.zeros(unit.layout.slots[slot].shape, dtype=unit.full.dtype,
                                                         device=self._model.storage.device)) for slot in slots]))
         if not found:
@@ -340,6 +346,8 @@ class ShardedOptimizer(EngineOptimizer):
         for unit, mask in slots_with_grad.items():
             unit.versions.mark(slot for slot in range(len(unit.members)) if mask >> slot & 1)
         self._scheduler.run(slots_with_grad, views, step_pass, defer=native)
+        if not native:
+            self.own.count_call(lambda: call_without_views(self.optimizer, options))
 
     def stepping_in_backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass that steps units as their gradients are reduced (backward_step.py)."""

@@ -35,6 +35,7 @@ __all__ = [
     "Options",
     "StepFunction",
     "StepPass",
+    "call_without_views",
     "can_step_natively",
     "compressed_step_fn",
     "has_native_options",
@@ -88,6 +89,12 @@ def optimizer_step_fn(optimizer: Optimizer, views: Views, own: OwnAttributes) ->
             cast_view_to_weights(view)
 
     return step_views
+
+
+def call_without_views(optimizer: Optimizer, options: Options) -> None:
+    """Call `optimizer.step` on a rank that has no slice to step: what it counts on itself goes up as on the others."""
+    with _use_groups(optimizer, options, []):
+        optimizer.step()
 
 
 @contextmanager

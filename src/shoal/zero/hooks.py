@@ -44,8 +44,8 @@ class Hooks:
     """Gathers and releases the units of one model in its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, track_all: bool = False,
-                 explicit_passes: bool = False, activations: SavedActivations | None = None):
+                 scope: Scope, begin_pass: Callable[[], BackwardPass], before_forward: Callable[[], None], *,
+                 track_all: bool = False, explicit_passes: bool = False, activations: SavedActivations | None = None):
         """With `track_all` saved tensors of all weights are tracked, not only of weights that are released between uses.
 
         Saved tensors that are not weights rest as `activations` says; None: on the device.
@@ -60,6 +60,7 @@ class Hooks:
         self._in_graphs: dict[nn.Module, None] = {}  # an ordered set: modules whose own hooks a compiled graph leaves out
         self._handles: list[RemovableHandle] = []
         self._saved = SavedTensorTracker(units, self._gather_saved, track_all=track_all, activations=activations)
+        self._announce = before_forward
         self.replaced = ReplacedParameters(model, [unit for found in units.values() for unit in found])
         self.backward = BackwardHooks(model, units, window, reducer, scope, begin_pass, explicit_passes=explicit_passes)
 
@@ -134,6 +135,7 @@ class Hooks:
                     f"in a graph of their own, while the engine releases them after the forward. Differentiate a copy: "
                     f"`with shoal.gathered(model): plain = copy.deepcopy(model)`; or train at stage 0, 1 or 2")
             self._abandon()
+            self._announce()
             self.backward.grads.hide()
             self.replaced.check(training=torch.is_grad_enabled())
             self._outermost, self._records = module, torch.is_grad_enabled()
@@ -237,7 +239,7 @@ class Hooks:
 
 def _without_model() -> Hooks:
     return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(),
-                 lambda: BackwardPass(boundary=False, sync=False))
+                 lambda: BackwardPass(boundary=False, sync=False), lambda: None)
 
 
 for _hook in (Hooks._begin_inner_call, Hooks._end_inner_call):  # pyright: ignore[reportPrivateUsage]  of this file

@@ -110,11 +110,13 @@ class ShardedModel:
         """The hooks of each root, in the order of the roots."""
 
     def shard(self, groups: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy, *,
-              begin_pass: Callable[[], BackwardPass], roots: Mapping[nn.Module, str] | None = None,
+              begin_pass: Callable[[], BackwardPass], before_forward: Callable[[], None],
+              roots: Mapping[nn.Module, str] | None = None,
               explicit_passes: bool = False) -> None:
         """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises.
 
-        `begin_pass` is called at the begin of each backward pass of a root.
+        `before_forward` is called before each forward of a root or of a part of it, `begin_pass` at the begin of each
+        backward pass of a root.
         """
         refuse_shared_memory(self.model, lambda tensor: tensor.requires_grad and tensor in groups)
         row = COMPRESSED if plan.transports.compressed else STAGES[plan.stage]
@@ -134,7 +136,8 @@ class ShardedModel:
                 if spec.replica_group.spans_stages:
                     self.spanning_stages.append(unit)
         trim()  # the parameters' own memory is free now
-        self.passes += [self._pass(root, plan, begin_pass, explicit_passes) for root in roots or (self.model,)]
+        self.passes += [self._pass(root, plan, begin_pass, before_forward, explicit_passes)
+                        for root in roots or (self.model,)]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank by their first names in the whole model."""
@@ -261,7 +264,7 @@ class ShardedModel:
                              columns=spec.columns, transports=plan.transports)
 
     def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[], BackwardPass],
-              explicit_passes: bool) -> Hooks:
+              before_forward: Callable[[], None], explicit_passes: bool) -> Hooks:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
         units = {module: found for module, found in self.by_module.items() if module in inside}
@@ -273,7 +276,7 @@ class ShardedModel:
                           ranks=max((unit.communicator.ranks * unit.replica_group.state_copies for unit in reduced),
                                     default=1),
                           spanning_stages=[unit.gradient for unit in self.spanning_stages])
-        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, track_all=plan.in_backward,
+        hooks = Hooks(root, units, window, reducer, self.scope, begin_pass, before_forward, track_all=plan.in_backward,
                       explicit_passes=explicit_passes, activations=plan.activations)
         hooks.install()
         return hooks
