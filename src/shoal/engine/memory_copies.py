@@ -27,6 +27,7 @@ from shoal.interchange import damage, latest
 from shoal.log import logger, warn_once
 from shoal.mesh.parameter_groups import ParameterGroups
 from shoal.resilience.vault import GENERATIONS, Generation, Vault
+from shoal.transport.failure_board import interruptible_wait
 
 __all__ = ["MemoryCopies"]
 
@@ -153,7 +154,7 @@ class MemoryCopies:
         pieces = state_to_save(training.sharded, training.optimizer, "forward", exclude_frozen=False)
         writer = self._vault.writer()
         away = is_away(pieces)
-        with _copy_may_fail():
+        with _copy_may_fail(), interruptible_wait(lambda: None):  # for other ranks, of which one may be lost
             writer.wait()  # for the last copy: whether it failed or not, every rank begins this one
         step = training.progress.global_steps
         with _copy_may_fail():
