@@ -263,7 +263,7 @@ class ShardedOptimizer(EngineOptimizer):
         for unit, mask in self._zeros.items():
             slots = [slot for slot, member in enumerate(unit.members) if mask >> slot & 1 and member.parameter.requires_grad]
             if unit.gradient.has_gradient:
-                unit.gradient.accumulator.slots_with_grad |= sum(1 << slot for slot in slots)
+                unit.gradient.accumulator.count_zeros(slots)
             elif slots:
                 found.append((unit, [(slot, torch.zeros(unit.layout.slots[slot].shape, dtype=unit.full.dtype,
                                                         device=self._model.storage.device)) for slot in slots]))

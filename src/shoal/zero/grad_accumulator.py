@@ -10,6 +10,8 @@ gradient rests PARTIAL the open buffer is the resting one; otherwise it is borro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -138,6 +140,11 @@ class GradAccumulator:
         self.slots_with_grad = self.slots_with_grad | bit if present else self.slots_with_grad & ~bit
         if self._filled:
             self._filled |= bit
+
+    def count_zeros(self, slots: Iterable[int]) -> None:
+        """Count `slots` as ones with a gradient; those that have got none hold zeros once the unit is reduced."""
+        for slot in slots:
+            self.slots_with_grad |= 1 << slot
 
     def begin(self) -> None:
         """Start a backward pass."""
