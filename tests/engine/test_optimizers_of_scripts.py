@@ -216,6 +216,28 @@ def heads(stage: int | None, set_to_none: bool) -> tuple[list[Tensor], list[floa
         return [p.detach().clone() for p in whole.parameters()], losses
 
 
+def one_taken_away(stage: int | None) -> list[Tensor]:
+    """Set one gradient to None before each step but the first, among gradients that are otherwise set to zero."""
+    whole = model()
+    optimizer = AdamW(whole.parameters(), lr=0.1)
+    if stage is not None:
+        shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+    for step in range(4):
+        whole(torch.ones(2, 4) * step).square().mean().backward()
+        if step:
+            whole[2].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return [p.detach().clone() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_is_set_to_none_is_not_stepped_with_zeros(stage: int) -> None:
+    for found in run_ranks(2, one_taken_away, stage):
+        for got, wanted in zip(found, one_taken_away(None), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_gradients_that_are_set_to_zero_are_stepped(stage: int, set_to_none: bool) -> None:

@@ -21,11 +21,12 @@ def rows(step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
-def build(memory: str, stage: int) -> tuple[nn.Module, torch.optim.Optimizer, shoal.Engine]:
+def build(memory: str, stage: int, middle: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer, shoal.Engine]:
+    """Return a model with the layer `middle` (or dropout), its optimizer, and its engine, whose copies are in `memory`."""
     os.environ[PAGES] = memory
     os.makedirs(memory, exist_ok=True)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(8, 8), middle or nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine = shoal.initialize(model=model, optimizer=optimizer, config={
         "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage},
@@ -104,14 +105,7 @@ def test_rollouts_before_a_step_are_made_again_with_the_same_numbers(tmp_path: P
 
 def train_module(memory: str, stop: int, training: bool) -> list[float]:
     """Train to step `stop` by calls of the model, which has running statistics; return all of its state."""
-    os.environ[PAGES] = memory
-    os.makedirs(memory, exist_ok=True)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = shoal.initialize(model=model, optimizer=optimizer, config={
-        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
-        "resilience": {"vault": {"every": EVERY}}})[0]
+    model, optimizer, engine = build(memory, 2, nn.BatchNorm1d(8))
     engine.load_checkpoint(f"{memory}/disk")
     if not training:  # but for a part
         model.eval()

@@ -88,8 +88,10 @@ def check_instance(optimizer: Optimizer, *, trusted: bool = False) -> None:
 
     Likewise for one that steps by another optimizer, whose state nobody would shard or save.
     """
+    if arithmetic_class(type(optimizer)) in ELEMENTWISE | LAYERWISE:
+        return
     wrapped = [name for name, value in own_attributes(optimizer).items() if isinstance(value, Optimizer)]
-    if wrapped and arithmetic_class(type(optimizer)) not in ELEMENTWISE | LAYERWISE:
+    if wrapped:
         raise OptimizerError(f"optimizer: {type(optimizer).__name__} steps by another optimizer, which it keeps as "
                              f"'{wrapped[0]}'; hand that one to initialize, and wrap the optimizer that it returns")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -107,6 +109,8 @@ def _check_groups(optimizer: Optimizer, *, trusted: bool) -> None:
     distinct: dict[object, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
+        if not options.get("lr", 1):  # a warm-up may begin at a rate of 0, by which a probe would see nothing
+            options["lr"] = options.get("initial_lr") or optimizer.defaults.get("lr") or 1e-3
         distinct.setdefault(tuple((name, _kind_of(value)) for name, value in options.items()), options)
     for options in distinct.values():
         if optimizer.state:  # allocated at construction, for the weights that it was given
@@ -125,11 +129,9 @@ def _twin(optimizer: Optimizer, options: Mapping[str, Any], weights: list[Tensor
     twin = copied(optimizer)
     containers = {name: value.clone() if isinstance(value, Tensor) else copy(value) for name, value in vars(twin).items()
                   if isinstance(value, list | dict | set | Tensor)}
-    # A capturable step refuses the CPU, where probes run; it computes the same. A warm-up may begin at a rate of 0.
+    # A capturable step refuses the CPU, where probes run; it computes the same.
     capturable = {"capturable": False} if "capturable" in options else {}
-    rate = {} if options.get("lr", 1) else {"lr": options.get("initial_lr") or optimizer.defaults.get("lr") or 1e-3}
-    vars(twin).update(containers, state=defaultdict(dict),
-                      param_groups=[{**options, **capturable, **rate, "params": weights}])
+    vars(twin).update(containers, state=defaultdict(dict), param_groups=[{**options, **capturable, "params": weights}])
     return twin
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 __all__ = ["OwnAttributes", "copied", "own_attributes"]
 
-_TORCHS = frozenset({"defaults", "param_groups", "state", "step", "_handed_over", "_opt_called", "_patched_step",
+_TORCHS = frozenset({"defaults", "param_groups", "state", "step", "_handed_over", "_opt_called",
                      "_step_supports_amp_scaling", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
 """Attributes of every optimizer, but for those of hooks, whose names begin alike."""
 _HOOKS = "_optimizer_"

@@ -105,7 +105,7 @@ class ShardedOptimizer(EngineOptimizer):
         self._model = model
         self._weight_writes = WeightWrites(model.trainable)
         self._had_gradient: dict[TrainableUnit, int] = {}
-        """The slots of each unit that a step has had a gradient of, since they were last set to None."""
+        """The slots of each unit that the last step had a gradient of, unless it was set to None since."""
         self._zeros: Mapping[TrainableUnit, int] = MappingProxyType({})
         """The slots whose gradient is zeros where they get no other."""
         if isinstance(optimizer, CompressedAdam):
@@ -195,8 +195,7 @@ class ShardedOptimizer(EngineOptimizer):
             self.own.begin_step()
         options = (self._backward_stepper and self._backward_stepper.options) or snapshot_options(self.optimizer)
         stats = self._reduce_grad_stats(units)
-        for unit, mask in stats.slots_with_grad.items():
-            self._had_gradient[unit] = self._had_gradient.get(unit, 0) | mask
+        self._had_gradient = dict(stats.slots_with_grad)
         self.overflow = self.rules.check_overflow and stats.overflow
         loss_scale = self.scaler.value
         scale = loss_scale * self._steps_in_gradient
@@ -259,6 +258,10 @@ class ShardedOptimizer(EngineOptimizer):
         What every rank knows alike decides, for to collect is to reduce: which slots have had one on any rank, and which
         units have a gradient now. The sum of such a unit has zeros in its other slots already.
         """
+        if self._zeros and (self.rules.in_backward or isinstance(self.optimizer, CompressedOptimizer)):
+            warn_once("optimizer.zero_grad(set_to_none=False): parameters without a gradient are not stepped, where torch "
+                      "would step them with zeros, because gradients are compressed, or are stepped in backward")
+            return
         found: list[tuple[TrainableUnit, list[tuple[int, Tensor]]]] = []
         for unit, mask in self._zeros.items():
             slots = [slot for slot, member in enumerate(unit.members) if mask >> slot & 1 and member.parameter.requires_grad]
@@ -268,12 +271,6 @@ class ShardedOptimizer(EngineOptimizer):
                 found.append((unit, [(slot, torch.zeros(unit.layout.slots[slot].shape, dtype=unit.full.dtype,
                                                         device=self._model.storage.device)) for slot in slots]))
         if not found:
-            return
-        if self.loss_scale != 1 or self.rules.in_backward or isinstance(self.optimizer, CompressedOptimizer):
-            unit, zeros = found[0]
-            warn_once(f"optimizer.zero_grad(set_to_none=False): '{unit.members[zeros[0][0]].name}' got no gradient in this "
-                      f"step, and is not stepped, where torch would step it with zeros: gradients have the loss scale "
-                      f"{self.loss_scale:g}, are compressed, or are stepped in backward")
             return
         self._collect(found)
 

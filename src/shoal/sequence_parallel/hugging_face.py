@@ -106,8 +106,8 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def _configs(config: Any) -> tuple[Any, ...]:
-    """Return a configuration and that of the text model within it, which may be the same."""
-    return config, config.get_text_config()
+    """Return a configuration and those of the models within it."""
+    return config, *(each for name in config.sub_configs if (each := getattr(config, name, None)) is not None)
 
 
 def padding_of(module: nn.Module) -> tuple[int, Positions]:

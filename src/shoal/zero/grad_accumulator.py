@@ -80,6 +80,7 @@ class GradAccumulator:
         self.complete = False
         """Whether every slot received its gradient in the present backward pass."""
         self.slots_with_grad = 0
+        self._taken = 0  # slots whose gradient a script has set to None
         """Bit i: slot i received a gradient on this rank since the last step."""
         self._layout, self._dtype, self._pool = layout, dtype, pool
         self._factor = factor
@@ -138,13 +139,17 @@ class GradAccumulator:
         """Note that a script has written the gradient of `slot`, or, if not `present`, taken it away."""
         bit = 1 << slot
         self.slots_with_grad = self.slots_with_grad | bit if present else self.slots_with_grad & ~bit
+        self._taken = self._taken & ~bit if present else self._taken | bit
         if self._filled:
             self._filled |= bit
 
     def count_zeros(self, slots: Iterable[int]) -> None:
-        """Count `slots` as ones with a gradient; those that have got none hold zeros once the unit is reduced."""
+        """Count `slots` as ones with a gradient; those that have got none hold zeros once the unit is reduced.
+
+        A gradient that a script has taken away is still in the buffer, and is not counted.
+        """
         for slot in slots:
-            self.slots_with_grad |= 1 << slot
+            self.slots_with_grad |= 1 << slot & ~self._taken
 
     def begin(self) -> None:
         """Start a backward pass."""
@@ -223,7 +228,7 @@ class GradAccumulator:
         if self._open is not None:
             self.give_back(self._open)
         self._open, self._views = self.resting, self._resting_views
-        self.slots_with_grad = self._filled = 0
+        self.slots_with_grad = self._filled = self._taken = 0
         self._norms = None
         self.begin()
         return False
