@@ -15,14 +15,13 @@ from torch import Tensor
 
 from shoal.attention import Blocks, SparseSelfAttention
 from shoal.attention.settings import SparseAttentionSettings, sparsity_config
-from shoal.attention.sparsity import (
+from shoal.attention.sparsity import SparsityConfig, TensorSparsityConfig
+from shoal.attention.structures import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
-    TensorSparsityConfig,
     VariableSparsityConfig,
 )
 from shoal.errors import ConfigError, NotServed, ShoalError, UsageError

@@ -12,14 +12,13 @@ from shoal.attention.blocks import Blocks
 from shoal.attention.hugging_face import register, use_sparse_attention
 from shoal.attention.self_attention import BertSparseSelfAttention, SparseSelfAttention
 from shoal.attention.settings import sparsity_config
-from shoal.attention.sparsity import (
+from shoal.attention.sparsity import SparsityConfig, TensorSparsityConfig
+from shoal.attention.structures import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
-    TensorSparsityConfig,
     VariableSparsityConfig,
 )
 

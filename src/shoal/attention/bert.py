@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from shoal.attention.arguments import check_tensor, whole_number
 from shoal.attention.hugging_face import Sparsity, is_model, use_sparse_attention
 from shoal.attention.self_attention import BertSparseSelfAttention, value_of
-from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
+from shoal.attention.sparsity import SparsityConfig
+from shoal.attention.structures import FixedSparsityConfig
 from shoal.errors import ConfigError, NotServed
 
 __all__ = ["SparseAttentionUtils"]

@@ -15,7 +15,8 @@ from shoal.attention.arguments import check_tensor, whole_number
 from shoal.attention.attend import attend
 from shoal.attention.blocks import Blocks
 from shoal.attention.masks import Mode
-from shoal.attention.sparsity import FixedSparsityConfig, SparsityConfig
+from shoal.attention.sparsity import SparsityConfig
+from shoal.attention.structures import FixedSparsityConfig
 from shoal.errors import ConfigError, NotServed, UsageError
 
 __all__ = ["BertSparseSelfAttention", "SparseSelfAttention", "value_of"]

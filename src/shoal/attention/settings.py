@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator
 
-from shoal.attention.sparsity import (
+from shoal.attention.sparsity import SparsityConfig
+from shoal.attention.structures import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
     VariableSparsityConfig,
 )
 from shoal.config.problem import raise_all, shown
