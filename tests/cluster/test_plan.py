@@ -45,6 +45,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("a slots=2\n\na slots=1\n", "line 3: Hostfile contains multiple entries for a; write one line with all its slots"),
+    ("node0 slots=2\nNode0 slots=1\n", "line 2: Hostfile contains multiple entries for Node0 (as node0: names of hosts do "
+     "not differ by case)"),
     ("a slots=0\n", "line 1: a has slots=0; give it at least one, or remove the line"),
     ("a\n", "line 1: Hostfile contains a bad entry: a; write `NAME slots=N`"),
     ("fe80::1 slots=2\n", "line 1: fe80::1 is no name of a host; it has letters, digits, _ . - and +"),

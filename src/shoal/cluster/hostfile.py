@@ -49,8 +49,10 @@ def parse_lines(lines: Iterable[str], source: str = "Hostfile") -> list[Host]:
         if found is None:
             raise HostsError(f"{where}: Hostfile contains a bad entry: {text}; write `NAME slots=N`")
         name, slots = found[1], int(found[2])
-        if name in counts:
-            raise HostsError(f"{where}: Hostfile contains multiple entries for {name}; write one line with all its slots")
+        if same := next((known for known in counts if known.lower() == name.lower()), None):
+            other = "" if same == name else f" (as {same}: names of hosts do not differ by case)"
+            raise HostsError(f"{where}: Hostfile contains multiple entries for {name}{other}; write one line with all its "
+                             "slots")
         if slots == 0:
             raise HostsError(f"{where}: {name} has slots=0; give it at least one, or remove the line")
         _check_host(where, name, slots)
