@@ -182,3 +182,52 @@ def test_the_folder_of_one_step_is_loaded_itself(tmp_path: Path, name: str, posi
     assert first == step
     told = [line for line in warned if f"is the folder of step {step} alone, from which a script knows its position" in line]
     assert len(told) == (step == 2)
+
+
+def train_gan(memory: str, stop: int, critic_first: bool, stage: int) -> tuple[int, list[float]]:
+    """Train a generator and its critic in turns to step `stop`; return the first step, and all of their state.
+
+    Both have dropout and running statistics, and both are called in the half of the other. `critic_first` says which of them
+    loads first.
+    """
+    os.environ[PAGES] = memory
+    os.makedirs(memory, exist_ok=True)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, width)) for width in (4, 1)]
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+              "zero_optimization": {"stage": stage}, "resilience": {"vault": {"every": EVERY}}}
+    data = torch.utils.data.TensorDataset(torch.randn(256, 4))
+    generator = shoal.initialize(model=models[0], config=config)[0]
+    critic, _, loader, _ = shoal.initialize(model=models[1], config=config, training_data=data)
+    for engine in (critic, generator) if critic_first else (generator, critic):
+        engine.load_checkpoint(f"{memory}/disk")
+    first, batches = generator.global_steps, iter(loader)
+    while generator.global_steps < stop:
+        with torch.no_grad():
+            made = generator(torch.randn(4, 4))
+        critic.backward((critic(next(batches)[0]) - critic(made)).mean())
+        critic.step()
+        critic.module.requires_grad_(False)
+        shown = next(batches)[0]  # which the generator's half takes
+        generator.backward((critic(generator(torch.randn(4, 4))) - critic(shown)).mean())
+        generator.step()
+        critic.module.requires_grad_(True)
+        if generator.global_steps % 5 == 0:
+            generator.eval()
+            with torch.no_grad():
+                generator(torch.randn(4, 4))
+            generator.train()
+    for engine in (generator, critic):
+        engine.checkpointer.wait_for_copy()
+    with shoal.gathered(models[0]), shoal.gathered(models[1]):
+        return first, [value for model in models for tensor in model.state_dict().values()
+                       for value in tensor.detach().flatten().tolist()]
+
+
+@pytest.mark.parametrize(("critic_first", "stage"), [(True, 2), (False, 2), (False, 3)])
+def test_engines_that_step_in_turns_go_on_from_one_moment(tmp_path: Path, critic_first: bool, stage: int) -> None:
+    run_ranks(2, train_gan, str(tmp_path / "memory"), 8, critic_first, stage)
+    again = run_ranks(2, train_gan, str(tmp_path / "memory"), 11, critic_first, stage)
+    assert again[0][0] == 6
+    undisturbed = run_ranks(2, train_gan, str(tmp_path / "undisturbed"), 11, critic_first, stage)
+    assert [weights for _, weights in again] == [weights for _, weights in undisturbed]

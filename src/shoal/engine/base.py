@@ -232,7 +232,8 @@ class BaseEngine(Controls, nn.Module):
             warn_once("backward: the next step also takes the gradients that another engine's backward left here, of a loss "
                       "that led through both models. To discard them call engine.zero_grad() first (Accelerate passes on no "
                       "optimizer.zero_grad()), or freeze this model in the other pass by requires_grad_(False)")
-        self.progress.begin_backward(own=own)
+        if own or any(p.requires_grad for p in self.module.parameters()):
+            self.progress.begin_backward(own=own)  # another's pass through a frozen model leaves no gradient
         self.optimizer.check_not_begun("backward")
         self.frozen_parameters.check(self.global_rank)
         self.optimizer.finish_deferred_steps()  # of units that this forward did not use
@@ -369,9 +370,9 @@ class BaseEngine(Controls, nn.Module):
             self.checkpointer.note_step(self._training_objects())
 
     def _before_forward(self) -> None:
-        """Take the copy that is due before a forward that trains, and not evaluates, between two steps."""
-        if self.checkpointer.copy_is_due and torch.is_grad_enabled() and any(
-                module.training for module in self.module.modules()):
+        """Take the copy that is due before a forward of the coming step."""
+        if self.checkpointer.copy_is_due and self.checkpointer.copy_is_due_before_forward(
+                grads=torch.is_grad_enabled(), training=any(module.training for module in self.module.modules())):
             self.copy_due()
 
     def copy_due(self) -> None:

@@ -86,15 +86,19 @@ class Checkpointer:
         if self._copies is not None:
             self._copies.note_step(training)
 
-    def note_evaluation(self) -> None:
-        """Note that an evaluation, which may have drawn random numbers, has followed the last step."""
+    def note_evaluation(self, *, training: bool) -> None:
+        """Note a forward without gradients, or of a model not in `training`, which may have drawn random numbers."""
         if self._copies is not None:
-            self._copies.note_evaluation()
+            self._copies.note_evaluation(training=training)
 
     @property
     def copy_is_due(self) -> bool:
         """Whether the state after the last step is to be copied to memory, alike on every rank."""
         return self._copies is not None and self._copies.is_due
+
+    def copy_is_due_before_forward(self, *, grads: bool, training: bool) -> bool:
+        """Whether it is to be copied before the forward that comes, with `grads` or not, of a model in `training` or not."""
+        return self._copies is not None and self._copies.is_due_before_forward(grads=grads, training=training)
 
     def copy_to_memory(self, training: TrainingObjects) -> None:
         """Copy `training` to memory where that is due; every rank calls it before it trains on."""

@@ -68,7 +68,7 @@ class Engine(BaseEngine):
     @opaque
     def _end_forward(self) -> None:
         if not (torch.is_grad_enabled() and self.module.training):
-            self.checkpointer.note_evaluation()
+            self.checkpointer.note_evaluation(training=self.module.training)
         for each in () if self.sharded is None else self.sharded.passes:
             each.end_forward()
 

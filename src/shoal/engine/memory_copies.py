@@ -4,6 +4,9 @@ A copy is of the time between two steps: it is taken when training goes on after
 since is in it (a schedule of its own, weights that it clips), and a rank that dies in an evaluation or a save repeats it.
 Random states, and the position of the loader, are those of before the next batch was drawn.
 
+Engines that take their steps in turns, as the two of a GAN, go on from one moment: once all have taken a step. A copy waits
+for that, and all of a step have its random states, so that a restart may load them in any order.
+
 A restart loads the newest state that is intact: a copy, where it is newer than the checkpoint on disk or where that is
 damaged. Copies belong to one line of steps: those of later steps than the state that was loaded are removed.
 """
@@ -13,15 +16,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from shoal.checkpoint import FILE_BYTES, Ranks, rng, tags
 from shoal.engine.saved_values import shared_values
 from shoal.engine.state_loader import ClientState, Loaded, StateLoader, Wanted
 from shoal.engine.training_objects import TrainingObjects
-from shoal.engine.training_state import AWAY_BYTES, coming_moments, data_state, is_away, state_to_save
+from shoal.engine.training_state import AWAY_BYTES, coming_moments, is_away, state_to_save
 from shoal.errors import CheckpointDamaged, CheckpointError
 from shoal.interchange import damage, latest
 from shoal.log import logger, warn_once
@@ -40,8 +44,15 @@ _POSITION = "trainer_state.json"
 class _Due:
     """A copy that is to be taken when training goes on, and what it has of the time before that."""
 
+    training: TrainingObjects
     random: dict[str, object]
     data: dict[str, Any] | None
+
+    @classmethod
+    def now(cls, training: TrainingObjects) -> _Due:
+        """Return one of `training` as it is at present, between two steps."""
+        loader = training.dataloader
+        return cls(training=training, random=rng.capture(), data=None if loader is None else loader.state_dict())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,9 @@ class _OnDisk:
 class MemoryCopies:
     """The copies of one engine's training in its vault."""
 
+    _of_process: ClassVar[WeakKeyDictionary[MemoryCopies, None]] = WeakKeyDictionary()
+    """Those of the engines of this process that have an optimizer."""
+
     def __init__(self, vault: Vault, stage: int, parameter_groups: ParameterGroups, loader: StateLoader,
                  ranks: Callable[[], Ranks]) -> None:
         """`loader` loads copies as it loads checkpoints, with the same `ranks`."""
@@ -71,11 +85,13 @@ class MemoryCopies:
         """Whether this process has taken a step: a load is then no restart, and reads the folder."""
         self._goes_on_from: int | None = None
         """The steps of the state that was loaded since the last step: copies of more belong to a training that was left."""
+        self._step = 0
+        """Steps of the training."""
         self._due: _Due | None = None
-        self._evaluated = False
-        """Whether an evaluation has followed the last step."""
-        self._evaluates_always = False
-        """Whether one had followed the step before: then evaluations make the data of steps, as rollouts do."""
+        self._evaluated: set[bool] = set()
+        """The modes of the forwards without gradients since the last step: whether the model was in training."""
+        self._begins_by: set[bool] = set()
+        """Those that had followed the step before: such forwards make the data of steps, as rollouts and generators do."""
 
     @property
     def come_first(self) -> bool:
@@ -84,7 +100,7 @@ class MemoryCopies:
 
     def go_on_from(self, step: int) -> None:
         """Note that the state of `step` was loaded."""
-        self._goes_on_from = step
+        self._goes_on_from = self._step = step
 
     def reserve(self, training: TrainingObjects) -> None:
         """Check that memory has room for the copies of `training`; a collective call.
@@ -93,14 +109,24 @@ class MemoryCopies:
         """
         if training.optimizer is None:
             return
+        self._of_process.setdefault(self)
         coming = coming_moments(training.optimizer)
         pieces = state_to_save(training.sharded, training.optimizer, "initialize", exclude_frozen=False)
         self._vault.reserve(sum(piece.data.nbytes for piece in pieces) + coming.saved, coming.in_memory)
 
     @property
     def is_due(self) -> bool:
-        """Whether the state after the last step is to be copied, alike on every rank."""
+        """Whether the state after the last step has not been copied yet and is to be, alike on every rank."""
         return self._due is not None
+
+    def is_due_before_forward(self, *, grads: bool, training: bool) -> bool:
+        """Whether it is to be copied before a forward that comes now, with `grads` or not, of a model in `training` or not.
+
+        Not while an engine that takes its steps in turns with this one has still to take the last one: this forward is then
+        part of that step.
+        """
+        goes_on = training and (grads or training in self._begins_by)
+        return self.is_due and goes_on and not any(other._step == self._step - 1 for other in self._of_process)
 
     def note_step(self, training: TrainingObjects) -> None:
         """Note a step, and whether its state is to be copied when training goes on; every rank calls it after each step.
@@ -112,25 +138,37 @@ class MemoryCopies:
             logger.warning("resilience.vault: copies in memory of an earlier attempt are removed, because the script takes "
                            "step %d without having loaded them; call engine.load_checkpoint(folder) before the first step, "
                            "at every start", step)
-        self._has_stepped = True
+        self._has_stepped, self._step = True, step
         if self._goes_on_from is not None:
             self._vault.wait_until_ended()
             self._vault.forget_after(self._goes_on_from)
             self._goes_on_from = None
         self._due = None
-        self._evaluates_always, self._evaluated = self._evaluated, False
+        self._begins_by, self._evaluated = self._evaluated, set()
+        self._note_moment()
         if self._vault.is_due(step):
             self._vault.writer()  # every rank is here; a forward may come on some ranks alone
-            self._due = _Due(random=rng.capture(), data=data_state(training.dataloader, training.optimizer))
+            self._due = _Due.now(training)
 
-    def note_evaluation(self) -> None:
-        """Note that an evaluation has followed the last step: after a restart it is not repeated, nor what it drew.
+    def note_evaluation(self, *, training: bool) -> None:
+        """Note that a forward without gradients, or of a model not in `training`, has followed the last step.
 
-        One that follows every step begins an iteration, and is repeated.
+        After a restart it is not repeated, nor what it drew. One that follows every step begins an iteration, and is
+        repeated.
         """
-        self._evaluated = True
-        if self._due is not None and not self._evaluates_always:
-            self._due = replace(self._due, random=rng.capture())
+        self._evaluated.add(training)
+        if training not in self._begins_by:
+            self._note_moment()
+
+    def _note_moment(self) -> None:
+        """Let the copies of this step that are due, of all engines that take it in turns, go on from the present."""
+        for copies in self._of_process:
+            if copies._step == self._step:
+                copies._take_moment()
+
+    def _take_moment(self) -> None:
+        if self._due is not None:
+            self._due = _Due.now(self._due.training)
 
     def forget_due(self) -> None:
         """Take no copy of the last step: another state is loaded."""
@@ -173,6 +211,7 @@ class MemoryCopies:
     def end(self) -> None:
         """Wait as `wait` does, and keep no room for further copies: the engine takes no more steps."""
         self.wait()
+        self._of_process.pop(self, None)
         self._vault.release()
 
     def load_newer(self, training: TrainingObjects, load_dir: Path, *, strict: bool,

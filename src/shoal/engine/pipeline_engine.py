@@ -175,7 +175,7 @@ class PipelineEngine(BaseEngine):
         finally:
             for module in sorted(modes, key=lambda each: -sum(1 for _ in each.modules())):  # outer ones first: a script
                 module.train(modes[module])  # may keep some parts in evaluation
-        self.checkpointer.note_evaluation()
+        self.checkpointer.note_evaluation(training=False)
         loss: Any = None
         if compute_loss:
             losses = [value.detach().float().reshape(()) for _, value in results]
