@@ -218,15 +218,18 @@ class BaseEngine(Controls, nn.Module):
         """Whether backward passes reduce gradients at present."""
         return self.progress.sync and self.enable_backward_allreduce
 
-    def begin_pass(self) -> BackwardPass:
+    def begin_pass(self, after_failure: bool) -> BackwardPass:
         """Count the backward pass that begins, wait for deferred steps, and describe the pass to the hooks.
 
+        `after_failure`: the one before has failed, so that what it left of gradients is discarded.
         Raises `UsageError` if there is no optimizer, if backward has stepped units that `step` has not completed, if a
         parameter that was frozen at initialize requires a gradient, or if the loss is not scaled; `TierError` if a step
         failed halfway.
         """
         if self.optimizer is None:
             raise UsageError("backward: the engine has no optimizer; give initialize one, or name one in the configuration")
+        if after_failure:
+            self._discard_partial_gradients()
         own = BaseEngine.running_backward.caller in (None, self)
         if own and self.progress.holds_foreign_gradients:
             warn_once("backward: the next step also takes the gradients that another engine's backward left here, of a loss "
@@ -244,6 +247,16 @@ class BaseEngine(Controls, nn.Module):
                                reduced_later=self.parameter_groups.tensor is not None or self.mesh.size("replica") > 1)
         return BackwardPass(boundary=self.is_gradient_accumulation_boundary(), sync=self.reduces_gradients(),
                             on_reduced=self.optimizer.on_reduced, grad_refusal=refusal)
+
+    def _discard_partial_gradients(self) -> None:
+        """Begin the accumulation anew, unless the script has done so: a pass has failed within it."""
+        assert self.optimizer is not None
+        if self.optimizer.has_gradients:
+            logger.warning("rank %d: backward: the backward before this one has failed; the gradients that it left are "
+                           "discarded, with those of its accumulation, as optimizer.zero_grad() after the exception does",
+                           self.global_rank)
+            self.optimizer.discard_gradients()
+            self.progress.restart_accumulation(self.gradient_accumulation_steps())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard accumulated gradients at the start of an accumulation. Within one they are kept, for `step` consumes them.
@@ -271,6 +284,9 @@ class BaseEngine(Controls, nn.Module):
             raise UsageError("step: the engine has no optimizer; give initialize one, or name one in the configuration")
         if not self.progress.sync:
             raise UsageError("step: called inside no_sync; leave it first, so that all ranks reduce the same")
+        if self.sharded is not None and self.sharded.backward_has_failed and self.optimizer.has_gradients:
+            raise UsageError("step: the backward before it has failed, and left gradients of a part of the model; call "
+                             "optimizer.zero_grad() and a backward that succeeds first")
         for communicator in self.parameter_groups.communicators:
             communicator.note_step(self.global_steps)
         self.optimizer.call_step_hooks("pre")

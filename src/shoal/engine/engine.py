@@ -72,11 +72,11 @@ class Engine(BaseEngine):
         for each in () if self.sharded is None else self.sharded.passes:
             each.end_forward()
 
-    def begin_pass(self) -> BackwardPass:
+    def begin_pass(self, after_failure: bool) -> BackwardPass:
         """Tell the ranks within `join` that a backward pass begins; then as in the base class."""
         if self._joined is not None:
             self._joined.announce(JoinedCall.BACKWARD)
-        return super().begin_pass()
+        return super().begin_pass(after_failure)
 
     @opaque
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *,

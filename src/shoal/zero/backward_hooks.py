@@ -18,7 +18,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.autograd import at_end_of_backward, graph_task, in_gradient_transform, is_reached, weak_hook
+from shoal.autograd import at_end_of_backward, backward_liveness, graph_task, in_gradient_transform, is_reached, weak_hook
 from shoal.interrupts import unbroken
 from shoal.tree import tensors_within
 from shoal.zero.compiled import opaque
@@ -39,8 +39,8 @@ class BackwardHooks:
     """The backward passes through the units of one model."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], *, explicit_passes: bool):
-        """`begin_pass` is called when a pass begins, before anything is collected.
+                 scope: Scope, begin_pass: Callable[[bool], BackwardPass], *, explicit_passes: bool):
+        """`begin_pass` is called when a pass begins, before anything is collected: with whether the pass before has failed.
 
         With `explicit_passes` each pass is a call of `run_as_pass`, and the model's output needs no hook.
         """
@@ -54,6 +54,8 @@ class BackwardHooks:
         self._hooks_output = not explicit_passes or any(unit.reshards for found in units.values() for unit in found)
         self._inner = {module: frozenset(module.modules()) for module in units}
         self._pass: BackwardPass | None = None
+        self._is_running = _never  # autograd drops a pass that fails, and tells no hook
+        self._failed = False  # a pass that gave parameters gradients has failed, and none has begun since
         self._passes = 0
         self._task = -1  # autograd's number of the present pass; a re-entrant pass within it has its own
         self._entered: list[tuple[nn.Module, Unit]] = []  # gathered by the present pass, waiting for it to move on
@@ -94,11 +96,12 @@ class BackwardHooks:
         passes = self._passes
         run()
         if self._passes == passes:
-            self.reducer.begin(self._begin_pass())
+            self.reducer.begin(self._begin_pass(False))
             self.reducer.finish()
 
     def interrupt(self) -> None:
         """Note that an exception has ended the present pass, whose end autograd will not announce."""
+        self._failed |= self._pass is not None and self._collected
         self._pass = None
         self._scope.close(self)
         self.reducer.interrupt()
@@ -106,8 +109,15 @@ class BackwardHooks:
     def abandon(self) -> bool:
         """Forget a pass that an exception ended; return whether there was one."""
         abandoned = self._pass is not None or bool(self._entered)
-        self._pass, self._entered, self._collect_later = None, [], []
+        if self._pass is not None:
+            self.interrupt()
+        self._entered, self._collect_later = [], []
         return abandoned
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last pass has failed after it had given parameters gradients."""
+        return self._failed or (self._pass is not None and self._collected and not self._is_running())
 
     def hook_output(self, module: nn.Module, output: object) -> None:
         """Register a hook on the output that gathers the units of `module` when its gradient arrives."""
@@ -122,8 +132,11 @@ class BackwardHooks:
     def begin(self) -> None:
         """Begin a pass, unless one is under way."""
         if self._pass is not None:
-            return
+            if self._is_running():
+                return
+            self.abandon()
         self._pass = _DETACHED  # set first: if a check below raises, `interrupt` must find a pass
+        self._is_running = backward_liveness()
         # The forward itself calls autograd.grad, e.g. for forces in molecular dynamics
         self._within_forward, self._collected = self._scope.is_open, False
         self._scope.open(self)
@@ -132,7 +145,8 @@ class BackwardHooks:
         at_end_of_backward(self._end)
         self.grads.close(keep=True)
         self._collect_last()
-        self._pass = self._begin_pass()
+        self._pass = self._begin_pass(self._failed)
+        self._failed = False
         if not self._within_forward:
             self._window.begin("backward")
         self.reducer.begin(self._pass)
@@ -257,5 +271,9 @@ def _drop(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def _detached() -> BackwardPass:
+def _detached(after_failure: bool) -> BackwardPass:
     return _DETACHED
+
+
+def _never() -> bool:
+    return False

@@ -44,7 +44,7 @@ class Hooks:
     """Gathers and releases the units of one model in its forward and backward passes."""
 
     def __init__(self, model: nn.Module, units: Mapping[nn.Module, Sequence[Unit]], window: Window, reducer: Reducer,
-                 scope: Scope, begin_pass: Callable[[], BackwardPass], before_forward: Callable[[], None], *,
+                 scope: Scope, begin_pass: Callable[[bool], BackwardPass], before_forward: Callable[[], None], *,
                  track_all: bool = False, explicit_passes: bool = False, activations: SavedActivations | None = None):
         """With `track_all` saved tensors of all weights are tracked, not only of weights that are released between uses.
 
@@ -239,7 +239,7 @@ class Hooks:
 
 def _without_model() -> Hooks:
     return Hooks(nn.Module(), {}, Window(0, 0), Reducer([], overlap=False), Scope(),
-                 lambda: BackwardPass(boundary=False, sync=False), lambda: None)
+                 lambda _: BackwardPass(boundary=False, sync=False), lambda: None)
 
 
 for _hook in (Hooks._begin_inner_call, Hooks._end_inner_call):  # pyright: ignore[reportPrivateUsage]  of this file

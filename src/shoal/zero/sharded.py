@@ -110,7 +110,7 @@ class ShardedModel:
         """The hooks of each root, in the order of the roots."""
 
     def shard(self, groups: dict[nn.Parameter, int], plan: ShardingPlan, policy: Policy, *,
-              begin_pass: Callable[[], BackwardPass], before_forward: Callable[[], None],
+              begin_pass: Callable[[bool], BackwardPass], before_forward: Callable[[], None],
               roots: Mapping[nn.Module, str] | None = None,
               explicit_passes: bool = False) -> None:
         """Take the model's parameters, of which `groups` are trained; `destroy` gives them back, also if this raises.
@@ -193,6 +193,11 @@ class ShardedModel:
         """Start what the next forward uses first."""
         self.passes[0].run_ahead()
 
+    @property
+    def backward_has_failed(self) -> bool:
+        """Whether the last backward pass has failed after it had given parameters gradients."""
+        return any(each.backward.has_failed for each in self.passes)
+
     def interrupt(self) -> None:
         """Note that an exception has ended a backward pass."""
         for each in self.passes:
@@ -263,7 +268,7 @@ class ShardedModel:
         return TrainableUnit(spec.name, spec.members, stage, spec.replica_group, dtypes, self.pool, self.scope, tiers,
                              columns=spec.columns, transports=plan.transports)
 
-    def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[], BackwardPass],
+    def _pass(self, root: nn.Module, plan: ShardingPlan, begin_pass: Callable[[bool], BackwardPass],
               before_forward: Callable[[], None], explicit_passes: bool) -> Hooks:
         """Return the hooks that drive the units within `root`."""
         inside = set(root.modules())
