@@ -480,17 +480,16 @@ def test_a_model_that_chooses_keys_itself_is_refused() -> None:
 
 
 def test_no_attention_is_taken_for_causal_that_does_not_say_so() -> None:
-    model = transformers.ClapTextModel(transformers.ClapTextConfig(**ENCODER)).eval()
-    ids, mask = tokens(48), padding(48, left=False)
-    expected = model(input_ids=ids, attention_mask=mask)[0]
-    got = sparse(model, DenseSparsityConfig(4, 16))
-    for each in (None, mask):
-        with pytest.raises(NotServed, match=r"ClapTextSelfAttention does not say whether it is causal; set is_causal"):
-            got(input_ids=ids, attention_mask=each)
-    for module in got.modules():
-        if type(module).__name__ == "ClapTextSelfAttention":
-            module.is_causal = False
-    close([got(input_ids=ids, attention_mask=mask)[0][mask.bool()]], [expected[mask.bool()]])
+    register(DenseSparsityConfig(4, 16))
+    attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["shoal_sparse"]
+    operands, module = (torch.randn(2, 4, 32, 8) for _ in range(3)), torch.nn.Identity()
+    query, key, value = operands
+    for mask in (None, torch.ones(2, 32)):
+        with pytest.raises(NotServed, match=r"Identity does not say whether it is causal; set is_causal"):
+            attention(module, query, key, value, mask)
+    module.is_causal = True
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    close([attention(module, query, key, value, None)[0].transpose(1, 2)], [expected])
 
 
 class Wrapper(torch.nn.Module):

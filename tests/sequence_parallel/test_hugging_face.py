@@ -118,7 +118,7 @@ def test_what_cannot_be_split_is_refused() -> None:
 
 
 def mixing(kind: str) -> Any:
-    """Return a model that mixes positions outside of its attention."""
+    """Return a model that mixes positions outside of its attention, or counts them by itself."""
     match kind:
         case "convolution":
             return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(
@@ -129,6 +129,9 @@ def mixing(kind: str) -> Any:
         case "trigrams":
             return transformers.MobileBertModel(transformers.MobileBertConfig(
                 **SIZES, embedding_size=16, intra_bottleneck_size=32, num_feedforward_networks=1))
+        case "positions":
+            return transformers.MBartForCausalLM(transformers.MBartConfig(
+                vocab_size=31, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48))
         case _:
             return transformers.FNetModel(transformers.FNetConfig(
                 vocab_size=31, hidden_size=32, num_hidden_layers=1, intermediate_size=48))
@@ -138,8 +141,9 @@ def mixing(kind: str) -> Any:
     ("convolution", r"Lfm2ForCausalLM mixes positions outside of its attention \(model.layers.0.conv.conv, Conv1d\)"),
     ("linear attention", r"mixes positions outside of its attention \(layers of the kind linear_attention\)"),
     ("trigrams", "trigram_input, which reads the embeddings of both neighbours"),
+    ("positions", "MBartForCausalLM takes no position_ids, so that each rank would count the positions of its part from 0"),
     ("nothing", "FNetModel computes no attention")])
-def test_models_that_mix_positions_elsewhere_are_refused(kind: str, text: str) -> None:
+def test_models_that_need_more_than_their_part_are_refused(kind: str, text: str) -> None:
     axis: Any = None
     with pytest.raises(NotServed, match=text):
         use_sequence_attention(mixing(kind), axis)

@@ -4,7 +4,8 @@
     use_sparse_attention(model, BigBirdSparsityConfig(12, 64))      for a model that is there
 
 Two functions are registered under one name: the attention, and its mask, which stays (batch, length) where it only says
-what is padding. Sequences are padded to the block within, and the result is cut. A causal model sees no later position.
+what is padding. Its dtype then says whether the model asked for a causal mask, which its modules may deny. Sequences are
+padded to the block within, and the result is cut. A causal model sees no later position.
 
 | a call | what computes it |
 |---|---|
@@ -28,7 +29,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
+from functools import cache
+from inspect import getsource, signature
 from typing import Any, Protocol, Self, TypeGuard
 from uuid import uuid4
 
@@ -46,8 +48,8 @@ from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
 __all__ = ["NAME", "NameOfProcess", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole",
-           "attention_kept", "check_continues", "check_served", "give_attention", "is_causal_in", "is_model", "models_in",
-           "register", "register_attention", "sparse_attention_in", "use_sparse_attention"]
+           "attention_kept", "check_continues", "check_interface", "check_served", "give_attention", "is_model", "models_in",
+           "padding_mask", "read_mask", "register", "register_attention", "sparse_attention_in", "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 
@@ -106,7 +108,7 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
                   dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                   position_bias: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
         check_served(NAME, module, others)
-        causal = is_causal_in(NAME, module, attention_mask) if is_causal is None else is_causal
+        attention_mask, causal = read_mask(NAME, module, attention_mask, key.shape[2], is_causal=is_causal)
         of_heads = structure.of(query.shape[1])
         operands = query, key, value
         slid = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-1] > key.shape[2]
@@ -120,6 +122,11 @@ def register(sparsity: Sparsity, *, name: str = NAME, backend: Backend = "auto",
         return output.transpose(1, 2).contiguous(), None
 
     register_attention(name, attention, _mask)
+    _names.add(name)
+
+
+_names: set[str] = set()
+"""The names that `register` has given."""
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -188,8 +195,12 @@ def _registered(sparsity: Sparsity, backend: Backend, tensor_rank: int) -> NameO
 def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings, *, tensor_rank: int) -> Generator[None]:
     """Give the structure of `settings` to the Hugging Face models in `model`; take it back if the context raises.
 
-    Settings without a mode change nothing. Warns where `model` has no such model: its script builds the attention.
+    Settings without a mode change nothing; a model that has the attention by its name is checked all the same. Warns where
+    `model` has no such model: its script builds the attention.
     """
+    for each in models_in(model):
+        if each.config._attn_implementation in _names:  # transformers takes a name for any model
+            _check_model(f"attn_implementation={str(each.config._attn_implementation)!r}", each)
     found = [] if settings.mode is None else [*models_in(model)]
     if settings.mode is not None and not found:
         warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "
@@ -248,7 +259,32 @@ def check_served(name: str, module: nn.Module, others: Mapping[str, Any]) -> Non
         warn_once(f"{name}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
 
 
-def is_causal_in(name: str, module: nn.Module, mask: Tensor | None) -> bool:
+_CAUSAL, _BIDIRECTIONAL = torch.int8, torch.uint8
+"""The dtypes of a mask of padding that tell which mask a model asked for. No mask of transformers or a script has them."""
+
+
+def padding_mask(given: Tensor | None, shape: tuple[int, int], device: Any, *, causal: bool) -> Tensor:
+    """Return `given`, 0 where there is padding, as a mask (batch, positions) that says whether later keys are hidden.
+
+    Without one it is 1 everywhere, in the memory of one element.
+    """
+    dtype = _CAUSAL if causal else _BIDIRECTIONAL
+    return torch.ones((), dtype=dtype, device=device).expand(shape) if given is None else given.to(dtype)
+
+
+def read_mask(name: str, module: nn.Module, mask: Tensor | None, keys: int, *,
+              is_causal: bool | None) -> tuple[Tensor | None, bool]:
+    """Return the mask of a call, None where it says nothing of `keys` keys, and whether `module` hides later ones.
+
+    The mask tells, else the argument `is_causal` of the call, else the module. Raises NotServed where none does.
+    """
+    if mask is None or mask.dim() != 2 or mask.dtype not in (_CAUSAL, _BIDIRECTIONAL):
+        return mask, _is_causal(name, module, mask) if is_causal is None else is_causal
+    says_nothing = not any(mask.stride()) and mask.shape[1] == keys
+    return None if says_nothing else mask.view(torch.bool), mask.dtype == _CAUSAL
+
+
+def _is_causal(name: str, module: nn.Module, mask: Tensor | None) -> bool:
     """Return whether `module` hides later keys, which a mask of four dims says by itself.
 
     Raises NotServed where neither tells: such a model gives a mask of four dims to every other attention.
@@ -266,7 +302,7 @@ def _check_model(caller: str, model: object) -> None:
 
     A Q-Former has cross attention that no configuration declares; Doge and models with an indexer (DeepSeek V3.2, HY-V4)
     choose keys, and LASR's convolution skips padding, by a mask of four dims before the call. FNet and Mamba have no
-    attention.
+    attention. GIT's vision tower takes the interface, and its text layers do not.
     """
     if isinstance(model, nn.Module) and not any(_takes_interface(type(module)) for module in model.modules()):
         raise NotServed(f"{caller}: {type(model).__name__} computes no attention by the attention interface of "
@@ -279,15 +315,48 @@ def _check_model(caller: str, model: object) -> None:
         if hasattr(type(module), "prepare_dynamic_mask") or hasattr(module, "indexer"):
             raise NotServed(f"{caller}: {type(module).__name__} chooses the keys of each query itself ({path}); choose "
                             f"attn_implementation='eager' for this model")
+        if _computes_attention(type(module)):
+            raise NotServed(f"{caller}: {type(module).__name__} computes its attention by itself ({path}), not by the "
+                            f"attention interface of transformers; choose attn_implementation='eager' for this model")
         if type(module).__name__ == "LasrEncoderConvolutionModule":
             raise NotServed(f"{caller}: {type(module).__name__} ({path}) reads a mask of each query and key, and this "
                             f"attention makes one of the padding alone; choose attn_implementation='sdpa' for this model")
 
 
+@cache
+def _computes_attention(kind: type[nn.Module]) -> bool:
+    """Whether a class of transformers adds a mask to scores of its own."""
+    if not kind.__module__.startswith("transformers.") or "Attention" not in kind.__name__:
+        return False
+    try:
+        source = getsource(kind.forward)
+    except OSError:  # installed without sources
+        return False
+    return "attention_mask" in source and "softmax(" in source and "attention_interface" not in source
+
+
 def _takes_interface(kind: type[nn.Module]) -> bool:
     """Whether the file of a class uses transformers' table of attention functions."""
-    file = vars(sys.modules.get(kind.__module__, object))
-    return any(name in file for name in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "modeling_utils"))
+    return _has_interface(sys.modules.get(kind.__module__))
+
+
+def _has_interface(file: object) -> bool:
+    return any(hasattr(file, name) for name in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "modeling_utils"))
+
+
+def check_interface(name: str, config: object) -> None:
+    """Raise NotServed in the mask of a model of `config` whose file computes attention by itself.
+
+    A file may build on the layers of another one, as that of DPR does. Given a name, transformers asks no such model whether
+    it takes it: it would get this mask, and read it as another.
+    """
+    file = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    if file is None or ".modeling_" not in file.__name__:
+        return
+    layers = [each for each in vars(file).values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    if not (_has_interface(file) or any(".models." in each.__module__ and _takes_interface(each) for each in layers)):
+        raise NotServed(f"{name}: the model of this {type(config).__name__} computes its attention by itself, not by the "
+                        f"attention interface of transformers; choose attn_implementation='eager' for this model")
 
 
 def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> None:
@@ -301,23 +370,22 @@ def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *,
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
           mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
           **others: Any) -> Tensor | None:
-    """Return the mask of a call: the padding up to the last query (batch, positions), or (batch, 1, length, positions).
-
-    None without padding and empty places, as far as can be told without waiting for a device.
-    """
+    """Return the mask of a call: the padding up to the last query (batch, positions), or (batch, 1, length, positions)."""
     from transformers import masking_utils
 
+    check_interface(NAME, others.get("config"))
     _check_mask(attention_mask)
     mask_function = mask_function or masking_utils.causal_mask_function
     causal = mask_function is masking_utils.causal_mask_function
     whole = q_length == kv_length and (causal or mask_function is masking_utils.bidirectional_mask_function)
     if kv_offset == 0 and (whole or causal):
         end = kv_length if whole else int(q_offset) + q_length
-        if attention_mask is None:
-            return None if end == kv_length else torch.ones(batch_size, end, dtype=torch.bool, device=others.get("device"))
-        padding = F.pad(attention_mask[:, :end], (0, max(end - attention_mask.shape[1], 0)))
-        full = end == kv_length and padding.device == HOST and bool(padding.all())  # on a device, to look would wait
-        return None if full else padding
+        padding = None
+        if attention_mask is not None:
+            padding = F.pad(attention_mask[:, :end], (0, max(end - attention_mask.shape[1], 0)))
+            if end == kv_length and padding.device == HOST and bool(padding.all()):  # on a device, to look would wait
+                padding = None
+        return padding_mask(padding, (batch_size, end), others.get("device"), causal=causal)
     if q_length > 1:
         warn_once(f"{NAME}: this model masks more than padding (packed sequences, a sliding window of its own, or position "
                   f"ids without an attention mask in torch.compile, which cannot see that nothing is packed: give the "

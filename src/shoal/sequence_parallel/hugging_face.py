@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.attention.attend import Backend
@@ -28,10 +30,13 @@ from shoal.attention.hugging_face import (
     attend_whole,
     attention_kept,
     check_continues,
+    check_interface,
     check_served,
     give_attention,
-    is_causal_in,
+    is_model,
     models_in,
+    padding_mask,
+    read_mask,
     register_attention,
 )
 from shoal.attention.settings import SparseAttentionSettings
@@ -80,6 +85,7 @@ def use_sequence_attention(model: object, axis: SequenceAxis, sparsity: Sparsity
     with attention_kept(found):
         for each in found:
             give_attention("use_sequence_attention", each, name)
+            _check_position_ids(each)
             if whole_loss:
                 _set_loss(each, axis)
 
@@ -95,6 +101,16 @@ def _check_positions(model: Any) -> None:
     if mixed:
         raise NotServed(f"use_sequence_attention: {type(model).__name__} mixes positions outside of its attention "
                         f"({mixed}), and a rank has only a part of them; train it without a sequence axis")
+
+
+def _check_position_ids(model: Any) -> None:
+    """Raise NotServed for a model that counts positions by itself, unless its attention refuses its bias of positions."""
+    models: list[Any] = [each for each in model.modules() if is_model(each)]
+    if any("position_ids" in signature(each.forward).parameters for each in models):
+        return
+    if not any(path.endswith("relative_attention_bias") for path, _ in model.named_modules()):
+        raise NotServed(f"use_sequence_attention: {type(model).__name__} takes no position_ids, so that each rank would "
+                        f"count the positions of its part from 0; train it without a sequence axis")
 
 
 def _mixes(module: nn.Module) -> bool:
@@ -155,7 +171,8 @@ class SequenceAttention:
                  **others: Any) -> tuple[Tensor, None]:
         """Return this rank's rows (batch, n, heads, dim), and no weights."""
         check_served(_NAME, module, others)
-        causal = is_causal_in(_NAME, module, attention_mask) if is_causal is None else is_causal
+        mask, (attention_mask, causal) = attention_mask, read_mask(_NAME, module, attention_mask, key.shape[2],
+                                                                   is_causal=is_causal)
         if not self._split_in_eval and not module.training:
             output = self._of_whole(module, query, key, value, attention_mask, others.get("position_bias"), scale=scaling,
                                     causal=causal, dropout=dropout)
@@ -164,7 +181,8 @@ class SequenceAttention:
             blocks = None if self._structures is None else _blocks(self._structures, query, self.axis, causal=causal)
             output = attend_sequence(
                 query, key, value, self.axis, blocks, scale=scaling, causal=causal,
-                key_padding=None if attention_mask is None else self.axis.join(attention_mask), dropout=dropout,
+                key_padding=None if mask is None or attention_mask is None else self.axis.join(mask).to(torch.bool),
+                dropout=dropout,
                 first_head=self._tensor_rank * query.shape[1], exchange=self._exchange, backend=self._backend)
         return output.transpose(1, 2).contiguous(), None
 
@@ -244,13 +262,15 @@ def _check_whole_sequences(module: nn.Module, query: Tensor, key: Tensor, mask: 
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
           mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
           **others: Any) -> Tensor | None:
-    """Return the padding of this rank's part (batch, n), or None where the model is given none."""
+    """Return the padding of this rank's part (batch, n)."""
     from transformers import masking_utils
 
+    check_interface(_NAME, others.get("config"))
     if mask_function not in (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function):
         raise NotServed(f"{_NAME}: this model masks more than padding (packed sequences, or a sliding window of its own), "
                         f"whose rows are on other ranks; pad instead of packing, and give windows as a structure "
                         f"(local_sliding_window). In torch.compile, which cannot see that nothing is packed, give the model "
                         f"an attention_mask")
-    # A view, so that layers join it once for each forward: a script may write to its mask between them
-    return None if attention_mask is None else attention_mask.view_as(attention_mask)
+    causal = mask_function is not masking_utils.bidirectional_mask_function
+    # A tensor of its own, which layers join once for each forward: a script may write to its mask between them
+    return padding_mask(attention_mask, (batch_size, kv_length), others.get("device"), causal=causal)
