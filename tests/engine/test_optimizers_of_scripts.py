@@ -238,6 +238,28 @@ def test_a_gradient_that_is_set_to_none_is_not_stepped_with_zeros(stage: int) ->
             torch.testing.assert_close(got, wanted)
 
 
+def one_frozen(stage: int | None) -> list[Tensor]:
+    """Freeze a layer whose gradients were set to zero: its momentum goes on."""
+    whole = model()
+    optimizer = AdamW(whole.parameters(), lr=0.1)
+    if stage is not None:
+        shoal.initialize(model=whole, optimizer=optimizer, config=config(stage))
+    for step in range(5):
+        whole(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        whole[0].requires_grad_(step < 1)
+    with shoal.gathered(whole):
+        return [p.detach().clone() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_frozen_parameter_whose_gradient_is_zero_is_stepped(stage: int) -> None:
+    for found in run_ranks(2, one_frozen, stage):
+        for got, wanted in zip(found, one_frozen(None), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_gradients_that_are_set_to_zero_are_stepped(stage: int, set_to_none: bool) -> None:

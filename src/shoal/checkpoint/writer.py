@@ -76,7 +76,7 @@ class PendingSave:
     def __init__(self, path: Path, *, optional: bool = False) -> None:
         """`optional`: a failure of which no caller learns leaves the exit code of the process as it is."""
         self.path = path
-        self._optional = optional
+        self.optional = optional
         self._failure: BaseException | None = None
         self._claim = threading.Lock()
         self._ended = threading.Event()
@@ -121,7 +121,7 @@ class PendingSave:
     def end(self, failure: BaseException | None) -> None:
         """Store the failure, if any, and release all waiting threads."""
         self._failure = failure
-        if failure is not None and not self._optional:
+        if failure is not None and not self.optional:
             unreported.note(self, failure)
         self._ended.set()
         _running.discard(self)
@@ -229,7 +229,11 @@ class Writer:
             _save_collectively(self.ranks, self._nodes, save, content)
         except BaseException as error:  # raised by PendingSave.wait, or by the next save, if one of them comes
             failure = error
-            logger.error("the checkpoint %s was not saved: %s", pending.path, error)
+            if pending.optional:  # another rank may have made it complete
+                logger.warning("the copy in memory %s was interrupted, and counts only if it is complete: %s", pending.path,
+                               error)
+            else:
+                logger.error("the checkpoint %s was not saved: %s", pending.path, error)
             if not isinstance(error, Exception):
                 raise
         finally:

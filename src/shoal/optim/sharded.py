@@ -264,7 +264,7 @@ class ShardedOptimizer(EngineOptimizer):
             return
         found: list[tuple[TrainableUnit, list[tuple[int, Tensor]]]] = []
         for unit, mask in self._zeros.items():
-            slots = [slot for slot, member in enumerate(unit.members) if mask >> slot & 1 and member.parameter.requires_grad]
+            slots = [slot for slot in range(len(unit.members)) if mask >> slot & 1]  # frozen ones too, as torch does
             if unit.gradient.has_gradient:
                 unit.gradient.accumulator.count_zeros(slots)
             elif slots:
