@@ -281,6 +281,15 @@ def schedule_alone() -> list[str]:
     return records
 
 
+@pytest.mark.parametrize(("section", "warns"), [({}, True), ({"bf16": {"enabled": True}}, False)])
+def test_parameters_of_two_dtypes_give_a_warning(caplog: pytest.LogCaptureFixture, section: dict[str, Any],
+                                                 warns: bool) -> None:
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    shoal.initialize(model=mixed, config={**configured(1), **section})
+    told = "parameter '1.weight' is torch.bfloat16 and the first one is torch.float32: an engine has one dtype for all"
+    assert (told in caplog.text) == warns
+
+
 def test_a_schedule_without_an_optimizer_gives_a_warning() -> None:
     assert any(text.startswith("scheduler: has no effect without an optimizer") for text in run_ranks(1, schedule_alone)[0])
 

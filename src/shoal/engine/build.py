@@ -424,10 +424,16 @@ def _precision(settings: Config, model: nn.Module, traits: OptimizerTraits, data
     accumulate = settings.data_types.grad_accum_dtype
     if traits.compressing and accumulate is None:  # 16 bits would round the compression error away
         accumulate = "fp32" if settings.fp16.enabled or settings.bf16.enabled else None
-    dtypes = [parameter.dtype for parameter in model.parameters() if has_float_values(parameter)]
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if has_float_values(parameter)}
+    model_dtype = next(iter(dtypes.values()), torch.float32)
+    other = next((name for name, dtype in dtypes.items() if dtype is not model_dtype), None)
+    if other is not None and not (settings.fp16.enabled or settings.bf16.enabled):
+        warn_once(f"initialize: parameter '{other}' is {dtypes[other]} and the first one is {model_dtype}: an engine has "
+                  f"one dtype for all, and this model trains in {model_dtype}. Drop casts to {dtypes[other]} from its "
+                  f"forward; or set bf16 or fp16 in the configuration, or use autocast")
     averaging = Averaging(prescale=settings.prescale_gradients, predivide=settings.gradient_predivide_factor,
                           wide=not data.native, times=data.ranks if settings.gradient_allreduce_op == "sum" else 1)
-    return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=dtypes[0] if dtypes else torch.float32,
+    return policy(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled, model_dtype=model_dtype,
                   communication_data_type=settings.communication_data_type, grad_accum_dtype=accumulate,
                   averaging=averaging)
 
