@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import TierError
+from shoal.errors import TierError, UsageError
 from shoal.testing import run_ranks
 
 WIDTH = 64
@@ -306,3 +306,9 @@ def dropped_writes(folder: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_that_gathered_drops_are_named(way: str, tmp_path: Path) -> None:
     run_ranks(2, dropped_writes, str(tmp_path), way)
+
+
+def test_a_module_in_the_place_of_modifier_rank_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"gathered: modifier_rank: got a Linear; give the number of a rank or None"), \
+            shoal.gathered(nn.Linear(2, 2), nn.Linear(2, 2)):  # type: ignore[arg-type]
+        pass

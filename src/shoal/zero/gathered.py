@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,9 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
     values that were last gathered, or of what rests on this rank newer ones.
     What autograd saves of them within the context is gathered again by backward: a loss may be made of them.
     `fwd_module` is accepted for published scripts: a parameter read in another module's forward is gathered in any case.
-    Raises `UsageError` for anything else than parameters.
+    Raises `UsageError` for anything else than parameters, and for a `modifier_rank` that is no number.
     """
+    _check_rank(modifier_rank)
     units = _units(parameters) if enabled else []
     for unit in units:
         unit.prefetch()
@@ -46,6 +48,12 @@ def gathered(parameters: Gatherable, modifier_rank: int | None = None, fwd_modul
     if dropped:
         warn_once(f"gathered: parameter '{dropped[-1]}' was written within the context, and is as before: without "
                   f"modifier_rank writes are dropped at its end. Add modifier_rank=0 to keep what rank 0 wrote")
+
+
+def _check_rank(given: object) -> None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, SupportsIndex)):
+        raise UsageError(f"gathered: modifier_rank: got a {type(given).__name__}; give the number of a rank or None, and "
+                         f"several modules as one list of parameters: gathered([*a.parameters(), *b.parameters()])")
 
 
 @contextmanager
