@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.attention import drawing, sparsity
+from shoal.attention import SparsityConfig, drawing, structures
 from shoal.pipeline.check import simulate
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulation import Durations
@@ -49,22 +49,22 @@ def pipeline(name: str) -> str:
     return svg(simulate(schedule, Durations(forward=each, input=each, weight=each)))
 
 
-STRUCTURES: dict[str, tuple[str, dict[str, sparsity.SparsityConfig]]] = {
+STRUCTURES: dict[str, tuple[str, dict[str, SparsityConfig]]] = {
     "fixed": ("Fixed: windows, and the last block of each", {
-        "bidirectional": sparsity.FixedSparsityConfig(4),
-        "horizontal_global_attention": sparsity.FixedSparsityConfig(4, horizontal_global_attention=True),
-        "unidirectional": sparsity.FixedSparsityConfig(4, attention="unidirectional")}),
+        "bidirectional": structures.FixedSparsityConfig(4),
+        "horizontal_global_attention": structures.FixedSparsityConfig(4, horizontal_global_attention=True),
+        "unidirectional": structures.FixedSparsityConfig(4, attention="unidirectional")}),
     "variable": ("Variable: windows of 2, 4 and 6 blocks, global blocks 0 and 12, a random one", {
-        kind: sparsity.VariableSparsityConfig(4, num_random_blocks=1, local_window_blocks=[2, 4, 6],
-                                              global_block_indices=[0, 12], attention=kind)
+        kind: structures.VariableSparsityConfig(4, num_random_blocks=1, local_window_blocks=[2, 4, 6],
+                                                global_block_indices=[0, 12], attention=kind)
         for kind in ("bidirectional", "unidirectional")}),
     "bigbird": ("BigBird: a window of 3, a random and a global block", {
-        kind: sparsity.BigBirdSparsityConfig(4, attention=kind) for kind in ("bidirectional", "unidirectional")}),
+        kind: structures.BigBirdSparsityConfig(4, attention=kind) for kind in ("bidirectional", "unidirectional")}),
     "bslongformer": ("Longformer: a window of 3, global blocks 0 and 12 to 13", {
-        kind: sparsity.BSLongformerSparsityConfig(4, global_block_indices=[0, 12], global_block_end_indices=[1, 14],
-                                                  attention=kind) for kind in ("bidirectional", "unidirectional")}),
+        kind: structures.BSLongformerSparsityConfig(4, global_block_indices=[0, 12], global_block_end_indices=[1, 14],
+                                                    attention=kind) for kind in ("bidirectional", "unidirectional")}),
     "local_sliding_window": ("A sliding window of 3 blocks", {
-        kind: sparsity.LocalSlidingWindowSparsityConfig(4, attention=kind)
+        kind: structures.LocalSlidingWindowSparsityConfig(4, attention=kind)
         for kind in ("bidirectional", "unidirectional")}),
 }
 

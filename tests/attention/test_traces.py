@@ -26,6 +26,11 @@ def compiled(f: Callable[[Tensor], Tensor], query: Tensor) -> Tensor:
     return torch.compile(f, backend="aot_eager", fullgraph=True)(query)
 
 
+def of_any_batch(f: Callable[[Tensor], Tensor], query: Tensor) -> Tensor:
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]  graphs of one function are limited in number
+    return torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)(query)
+
+
 def exported(f: Callable[[Tensor], Tensor], query: Tensor) -> Tensor:
     class Module(nn.Module):
         def forward(self, query: Tensor) -> Tensor:
@@ -39,7 +44,7 @@ def mapped(f: Callable[[Tensor], Tensor], query: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("way", [compiled, exported, mapped])
+@pytest.mark.parametrize("way", [compiled, of_any_batch, exported, mapped])
 def test_the_reference_computes_in_traces(way: Callable[..., Tensor], options: dict[str, object]) -> None:
     query = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
 

@@ -47,7 +47,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_ranks(ranks: int) -> None:
 def parts() -> list[dict[str, Tensor]]:
     axis = SequenceAxis(dist.group.WORLD)
     tokens = torch.arange(22).view(2, 11)
-    batch = {"input_ids": tokens, "labels": tokens.clone(), "weight": torch.ones(2, 3)}
+    batch = {"input_ids": tokens, "labels": tokens.clone(), "weight": torch.ones(2, 3), "features": torch.ones(2, 16)}
     return [split_batch(batch, axis, multiple=4, padding_token=99), split_batch({"input_ids": tokens[:, :8]}, axis)]
 
 
@@ -58,6 +58,7 @@ def test_a_batch_is_padded_shifted_and_cut() -> None:
     assert first["shift_labels"][0].tolist() == [*range(1, 9)]  # the label of its last position is on the other rank
     assert second["shift_labels"][0].tolist() == [9, 10, *[-100] * 6] and second["labels"][1, 3:].tolist() == [-100] * 5
     assert second["position_ids"][1].tolist() == [8, 9, *[10] * 6] and first["weight"].shape == (2, 3)
+    assert first["features"].shape == (2, 16)  # as many as there are positions with padding
     assert sorted(plain) == ["input_ids", "position_ids"]
 
 
@@ -122,6 +123,8 @@ def refusals() -> list[str]:
     calls = (lambda: split_batch({"pixels": logits}, axis),
              lambda: split_batch({"inputs_embeds": logits}, axis, positions="tokens"),
              lambda: split_batch({"input_ids": labels}, axis, positions="words"),  # pyright: ignore[reportArgumentType]
+             lambda: split_batch({"input_ids": labels[0]}, axis),
+             lambda: split_batch({"input_ids": labels, "labels": labels[:, :3]}, axis),
              lambda: mean_loss(logits, 1, axis),
              lambda: cross_entropy(logits, labels[:, :3], axis), lambda: SequenceLoss(axis)(logits, labels, WORDS),
              lambda: SequenceLoss(axis)(logits, shift_labels=labels, num_items_in_batch=4))
@@ -136,6 +139,8 @@ def refusals() -> list[str]:
 def test_batches_and_losses_that_do_not_fit_are_refused() -> None:
     texts = ("split: got pixels; a batch has its sequence as one of input_ids",
              "counts the ids of tokens, and the sequence is inputs_embeds (1, 4, 7)", "got positions='words'",
+             "split: input_ids is (4,); give (batch, length, ...), such as one sequence by input_ids.unsqueeze(0)",
+             "split: labels are (1, 3), and the sequence has 4 positions; give a label of each position, -100 where",
              "mean_loss: total has shape (1, 4, 7)",
              "cross_entropy: logits (1, 4, 7) and labels (1, 3)", "got labels without shift_labels",
              "num_items_in_batch is counted over the ranks here")

@@ -15,7 +15,7 @@ elsewhere; flex runs where it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, wraps
 from importlib import import_module
@@ -406,25 +406,29 @@ def check_options(name: str, dtype: torch.dtype, *, dropout: object, seed: objec
         raise UsageError(f"{name}: backend is one of {', '.join(BACKENDS)}; got {backend!r}")
 
 
+def _shapes(named: Mapping[str, Tensor]) -> str:
+    """Return the shapes as text, for an error alone: dynamo traces no text of sizes that vary."""
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, blocks: object, *, causal: bool, backend: str) -> None:
     """Raise UsageError where operands do not fit each other or the layout."""
     if not isinstance(blocks, Blocks):
         raise UsageError(f"attend: blocks are those of a layout, of class Blocks; got {type(blocks).__name__}: give "
                          f"Blocks.of(layout, block), or config.blocks(length)")
     named = {"query": query, "key": key, "value": value}
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
     if any(tensor.dim() != 4 for tensor in named.values()):
-        raise UsageError(f"attend: operands are (batches, heads, length, dim); got {shapes}")
+        raise UsageError(f"attend: operands are (batches, heads, length, dim); got {_shapes(named)}")
     if len({(tensor.dtype, tensor.device) for tensor in named.values()}) > 1:
         raise UsageError("attend: query, key and value have one dtype, and one device; got "
                          + ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in named.items()))
     if not all((query.shape[1], key.shape[1], query.shape[3], value.shape[3])):
-        raise UsageError(f"attend: operands have at least one head, and head dims of at least 1; got {shapes}")
+        raise UsageError(f"attend: operands have at least one head, and head dims of at least 1; got {_shapes(named)}")
     if (key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]
             or query.shape[1] % key.shape[1]):
         raise UsageError("attend: key and value have one length and one number of heads, which divides that of the query; "
-                         f"all have one batch, query and key one head dim; got {shapes}")
-    if blocks.heads not in (1, query.shape[1]):
+                         f"all have one batch, query and key one head dim; got {_shapes(named)}")
+    if blocks.heads != 1 and blocks.heads != query.shape[1]:
         raise UsageError(f"attend: the layout is for {blocks.heads} heads, query has {query.shape[1]}; make a layout with 1 "
                          f"or {query.shape[1]} heads")
     for name, length, expected in (("query", query.shape[2], blocks.length), ("key", key.shape[2], blocks.kv_length)):
@@ -445,8 +449,8 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     check_tensor("attend: bias", bias, "(batches or 1, heads or 1, length, kv_length)")
     whole = (*query.shape[:3], key.shape[2])
     wide = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if 2 <= bias.dim() <= 4 else bias
-    fits = (wide.dim() == 4 and wide.shape[2:] == whole[2:] and wide.shape[0] in (1, whole[0])
-            and wide.shape[1] in (1, whole[1]))
+    fits = wide.dim() == 4 and wide.shape[2:] == whole[2:] and all(  # by ==: dynamo traces no `in` of sizes that vary
+        wide.shape[dim] == 1 or wide.shape[dim] == whole[dim] for dim in range(2))
     if not fits or not bias.is_floating_point() or bias.device != query.device:
         raise UsageError(f"attend: bias is (batches or 1, heads or 1, length, kv_length), here {whole}, of a float dtype on "
                          f"{query.device}; got {tuple(bias.shape)}, {bias.dtype}, {bias.device}")

@@ -49,23 +49,38 @@ def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int =
     if name is None:
         raise UsageError(f"split: got {', '.join(map(str, batch)) or 'nothing'}; a batch has its sequence as one of "
                          f"{', '.join(_TOKENS)}. Cut other tensors by tensor[:, axis.part(length)]")
+    if batch[name].dim() < 2:
+        raise UsageError(f"split: {name} is {tuple(batch[name].shape)}; give (batch, length, ...), such as one sequence by "
+                         f"{name}.unsqueeze(0)")
     length, batches = batch[name].shape[1], batch[name].shape[0]
+    _check_labels(batch, length)
     unit = multiple * axis.ranks
     missing = -length % unit
     if causal and "attention_mask" not in batch:
         _check_one_document(batch.get("position_ids"), batches, length)
-    whole = {key: _padded(key, value, length, missing, padding_token) for key, value in batch.items()}
+    of_sequence = {key for key, value in batch.items() if _has_sequence(value, length)}
+    whole = {key: _padded(key, value, missing, padding_token) if key in of_sequence else value
+             for key, value in batch.items()}
     device = batch[name].device
     if missing and "attention_mask" not in whole:
         whole["attention_mask"] = F.pad(torch.ones(batches, length, dtype=torch.int64, device=device), (0, missing))
     if "position_ids" not in whole:
         whole["position_ids"] = (_token_positions(name, whole[name], padding_token) if positions == "tokens" else
                                  torch.arange(length + missing, device=device).clamp_(max=length - 1).expand(batches, -1))
-    if causal and "labels" in whole and "shift_labels" not in whole:
+    if causal and "labels" in of_sequence and "shift_labels" not in whole:
         whole["shift_labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
+    of_sequence |= whole.keys() - batch.keys()
     mine = axis.part(length + missing, "split")
-    return {key: value[:, mine].contiguous() if _has_sequence(value, length + missing) else value
-            for key, value in whole.items()}
+    return {key: value[:, mine].contiguous() if key in of_sequence else value for key, value in whole.items()}
+
+
+def _check_labels(batch: Mapping[str, Any], length: int) -> None:
+    """Raise UsageError for labels of positions that are those of another sequence."""
+    for name in _IGNORED:
+        labels = batch.get(name)
+        if isinstance(labels, Tensor) and labels.dim() > 1 and labels.shape[1] != length:
+            raise UsageError(f"split: {name} are {tuple(labels.shape)}, and the sequence has {length} positions; give a "
+                             f"label of each position, {IGNORED} where there is none")
 
 
 def _token_positions(name: str, tokens: Tensor, padding_token: int) -> Tensor:
@@ -81,8 +96,8 @@ def _has_sequence(value: Any, length: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
 
 
-def _padded(name: str, value: Any, length: int, missing: int, padding_token: int) -> Any:
-    if not missing or not _has_sequence(value, length):
+def _padded(name: str, value: Tensor, missing: int, padding_token: int) -> Tensor:
+    if not missing:
         return value
     if name == "position_ids":  # the last one again: a model may have no more
         return torch.cat([value, *[value[:, -1:]] * missing], 1)
