@@ -25,7 +25,8 @@ from shoal.attention import (
     register,
     use_sparse_attention,
 )
-from shoal.attention.hugging_face import check_served, models_in
+from shoal.attention.hugging_face import models_in
+from shoal.attention.served_models import check_served
 from shoal.errors import NotServed, UsageError
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")

@@ -48,6 +48,8 @@ def parts() -> list[dict[str, Tensor]]:
     axis = SequenceAxis(dist.group.WORLD)
     tokens = torch.arange(22).view(2, 11)
     batch = {"input_ids": tokens, "labels": tokens.clone(), "weight": torch.ones(2, 3), "features": torch.ones(2, 16)}
+    kinds = {"input_ids": tokens[:, :8], "labels": torch.ones(2, 5)}  # several kinds of a text, and no labels of tokens
+    assert split_batch(kinds, axis, causal=False)["labels"] is kinds["labels"]
     return [split_batch(batch, axis, multiple=4, padding_token=99), split_batch({"input_ids": tokens[:, :8]}, axis)]
 
 

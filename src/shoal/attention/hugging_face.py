@@ -26,11 +26,9 @@ the process that loads it registers a name of its own.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from inspect import getsource, signature
+from inspect import signature
 from typing import Any, Protocol, Self, TypeGuard
 from uuid import uuid4
 
@@ -41,6 +39,7 @@ from torch.nn import functional as F
 from shoal.attention.attend import Backend, attend
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES
+from shoal.attention.served_models import check_continues, check_interface, check_model, check_served
 from shoal.attention.settings import SparseAttentionSettings, sparsity_config
 from shoal.attention.sparsity import SparsityConfig
 from shoal.device import HOST
@@ -48,8 +47,8 @@ from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once
 
 __all__ = ["NAME", "NameOfProcess", "Sparsity", "Structures", "TakesAttention", "attend_cached", "attend_whole",
-           "attention_kept", "check_continues", "check_interface", "check_served", "give_attention", "is_model", "models_in",
-           "padding_mask", "read_mask", "register", "register_attention", "sparse_attention_in", "use_sparse_attention"]
+           "attention_kept", "give_attention", "is_model", "models_in", "padding_mask", "read_mask", "register",
+           "register_attention", "sparse_attention_in", "use_sparse_attention"]
 
 NAME = "shoal_sparse"
 
@@ -165,7 +164,7 @@ def use_sparse_attention(model: object, sparsity: Sparsity, *, backend: Backend 
 
 def give_attention(caller: str, model: TakesAttention, name: str) -> None:
     """Let `model` take the attention that is registered under `name`. Raises NotServed for one that cannot."""
-    _check_model(caller, model)
+    check_model(caller, model)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise NotServed(f"{caller}: {type(model).__name__} computes its attention by itself, not by the "
@@ -200,7 +199,7 @@ def sparse_attention_in(model: nn.Module, settings: SparseAttentionSettings, *, 
     """
     for each in models_in(model):
         if each.config._attn_implementation in _names:  # transformers takes a name for any model
-            _check_model(f"attn_implementation={str(each.config._attn_implementation)!r}", each)
+            check_model(f"attn_implementation={str(each.config._attn_implementation)!r}", each)
     found = [] if settings.mode is None else [*models_in(model)]
     if settings.mode is not None and not found:
         warn_once(f"sparse_attention: {type(model).__name__} has no model of Hugging Face transformers in it, and nothing "
@@ -240,25 +239,6 @@ class Structures:
         return self._by_heads[heads]
 
 
-_NOT_COMPUTED = ("block_indices", "cache", "indices", "s_aux", "sinks", "softcap")
-"""Arguments of attention functions that change its result: keys that the model chooses, sinks, a cap of scores."""
-
-
-def check_served(name: str, module: nn.Module, others: Mapping[str, Any]) -> None:
-    """Raise NotServed for what the attention `name` cannot compute."""
-    for each in _NOT_COMPUTED:
-        if others.get(each) is not None:
-            raise NotServed(f"{name}: {type(module).__name__} gives {each}, which this attention does not compute; choose "
-                            f"attn_implementation='eager' for this model")
-    config = getattr(module, "config", None)
-    declared = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
-    if declared or getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__:
-        raise NotServed(f"{name}: {type(module).__name__} belongs to a model with cross attention, and a layout is of one "
-                        f"sequence; choose attn_implementation='sdpa' for this model")
-    if others.get("output_attentions"):
-        warn_once(f"{name}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
-
-
 _CAUSAL, _BIDIRECTIONAL = torch.int8, torch.uint8
 """The dtypes of a mask of padding that tell which mask a model asked for. No mask of transformers or a script has them."""
 
@@ -269,7 +249,7 @@ def padding_mask(given: Tensor | None, shape: tuple[int, int], device: Any, *, c
     Without one it is 1 everywhere, in the memory of one element.
     """
     dtype = _CAUSAL if causal else _BIDIRECTIONAL
-    return torch.ones((), dtype=dtype, device=device).expand(shape) if given is None else given.to(dtype)
+    return torch.ones((), dtype=dtype, device=device).expand(shape) if given is None else given.to(torch.bool).to(dtype)
 
 
 def read_mask(name: str, module: nn.Module, mask: Tensor | None, keys: int, *,
@@ -297,76 +277,6 @@ def _is_causal(name: str, module: nn.Module, mask: Tensor | None) -> bool:
     return False
 
 
-def _check_model(caller: str, model: object) -> None:
-    """Raise NotServed for models whose attention this one cannot be, where no call of it would tell.
-
-    A Q-Former has cross attention that no configuration declares; Doge and models with an indexer (DeepSeek V3.2, HY-V4)
-    choose keys, and LASR's convolution skips padding, by a mask of four dims before the call. FNet and Mamba have no
-    attention. GIT's vision tower takes the interface, and its text layers do not.
-    """
-    if isinstance(model, nn.Module) and not any(_takes_interface(type(module)) for module in model.modules()):
-        raise NotServed(f"{caller}: {type(model).__name__} computes no attention by the attention interface of "
-                        f"transformers, so that nothing would be replaced; take a model whose attn_implementation can be "
-                        f"set")
-    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if path.rpartition(".")[2] == "crossattention":
-            raise NotServed(f"{caller}: {type(model).__name__} has cross attention ({path}), and a layout is of one "
-                            f"sequence; choose attn_implementation='sdpa' for this model")
-        if hasattr(type(module), "prepare_dynamic_mask") or hasattr(module, "indexer"):
-            raise NotServed(f"{caller}: {type(module).__name__} chooses the keys of each query itself ({path}); choose "
-                            f"attn_implementation='eager' for this model")
-        if _computes_attention(type(module)):
-            raise NotServed(f"{caller}: {type(module).__name__} computes its attention by itself ({path}), not by the "
-                            f"attention interface of transformers; choose attn_implementation='eager' for this model")
-        if type(module).__name__ == "LasrEncoderConvolutionModule":
-            raise NotServed(f"{caller}: {type(module).__name__} ({path}) reads a mask of each query and key, and this "
-                            f"attention makes one of the padding alone; choose attn_implementation='sdpa' for this model")
-
-
-@cache
-def _computes_attention(kind: type[nn.Module]) -> bool:
-    """Whether a class of transformers adds a mask to scores of its own."""
-    if not kind.__module__.startswith("transformers.") or "Attention" not in kind.__name__:
-        return False
-    try:
-        source = getsource(kind.forward)
-    except OSError:  # installed without sources
-        return False
-    return "attention_mask" in source and "softmax(" in source and "attention_interface" not in source
-
-
-def _takes_interface(kind: type[nn.Module]) -> bool:
-    """Whether the file of a class uses transformers' table of attention functions."""
-    return _has_interface(sys.modules.get(kind.__module__))
-
-
-def _has_interface(file: object) -> bool:
-    return any(hasattr(file, name) for name in ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "modeling_utils"))
-
-
-def check_interface(name: str, config: object) -> None:
-    """Raise NotServed in the mask of a model of `config` whose file computes attention by itself.
-
-    A file may build on the layers of another one, as that of DPR does. Given a name, transformers asks no such model whether
-    it takes it: it would get this mask, and read it as another.
-    """
-    file = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
-    if file is None or ".modeling_" not in file.__name__:
-        return
-    layers = [each for each in vars(file).values() if isinstance(each, type) and issubclass(each, nn.Module)]
-    if not (_has_interface(file) or any(".models." in each.__module__ and _takes_interface(each) for each in layers)):
-        raise NotServed(f"{name}: the model of this {type(config).__name__} computes its attention by itself, not by the "
-                        f"attention interface of transformers; choose attn_implementation='eager' for this model")
-
-
-def check_continues(name: str, module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> None:
-    """Raise NotServed where the keys are not those of a cache that ends with the queries' own."""
-    if not causal or query.shape[2] > key.shape[2]:
-        raise NotServed(f"{name}: {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} keys, and is "
-                        f"{'' if causal else 'not '}causal: cross attention or a prefix, and a layout is of one sequence; "
-                        f"choose attn_implementation='sdpa' for this model")
-
-
 def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
           mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
           **others: Any) -> Tensor | None:
@@ -383,7 +293,8 @@ def _mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_
         padding = None
         if attention_mask is not None:
             padding = F.pad(attention_mask[:, :end], (0, max(end - attention_mask.shape[1], 0)))
-            if end == kv_length and padding.device == HOST and bool(padding.all()):  # on a device, to look would wait
+            looks = padding.device == HOST and not torch.compiler.is_compiling()  # else it would wait, or break a graph
+            if looks and end == kv_length and bool(padding.all()):
                 padding = None
         return padding_mask(padding, (batch_size, end), others.get("device"), causal=causal)
     if q_length > 1:

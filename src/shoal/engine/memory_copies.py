@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -145,7 +145,8 @@ class MemoryCopies:
             self._goes_on_from = None
         self._due = None
         self._begins_by, self._evaluated = self._evaluated, set()
-        self._note_moment()
+        for copies in self._taking(step):
+            copies._note_end_of_step()
         if self._vault.is_due(step):
             self._vault.writer()  # every rank is here; a forward may come on some ranks alone
             self._due = _Due.now(training)
@@ -158,17 +159,22 @@ class MemoryCopies:
         """
         self._evaluated.add(training)
         if training not in self._begins_by:
-            self._note_moment()
+            for copies in self._taking(self._step):
+                copies._note_random_states()
 
-    def _note_moment(self) -> None:
-        """Let the copies of this step that are due, of all engines that take it in turns, go on from the present."""
-        for copies in self._of_process:
-            if copies._step == self._step:
-                copies._take_moment()
+    def _taking(self, step: int) -> list[MemoryCopies]:
+        """Return those of the engines that have taken `step` last: they take it in turns with this one."""
+        return [copies for copies in self._of_process if copies._step == step]
 
-    def _take_moment(self) -> None:
+    def _note_end_of_step(self) -> None:
+        """Let the copy that is due go on from the present: another engine has ended the step."""
         if self._due is not None:
             self._due = _Due.now(self._due.training)
+
+    def _note_random_states(self) -> None:
+        """Let it go on from the present random states; an evaluation draws nothing of the training data."""
+        if self._due is not None:
+            self._due = replace(self._due, random=rng.capture())
 
     def forget_due(self) -> None:
         """Take no copy of the last step: another state is loaded."""

@@ -29,9 +29,6 @@ from shoal.attention.hugging_face import (
     attend_cached,
     attend_whole,
     attention_kept,
-    check_continues,
-    check_interface,
-    check_served,
     give_attention,
     is_model,
     models_in,
@@ -39,6 +36,7 @@ from shoal.attention.hugging_face import (
     read_mask,
     register_attention,
 )
+from shoal.attention.served_models import check_continues, check_interface, check_served
 from shoal.attention.settings import SparseAttentionSettings
 from shoal.errors import NotServed, UsageError
 from shoal.log import warn_once

@@ -53,7 +53,8 @@ def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int =
         raise UsageError(f"split: {name} is {tuple(batch[name].shape)}; give (batch, length, ...), such as one sequence by "
                          f"{name}.unsqueeze(0)")
     length, batches = batch[name].shape[1], batch[name].shape[0]
-    _check_labels(batch, length)
+    if causal:
+        _check_labels(batch, length)
     unit = multiple * axis.ranks
     missing = -length % unit
     if causal and "attention_mask" not in batch:
@@ -75,7 +76,7 @@ def split_batch(batch: Mapping[str, Any], axis: SequenceAxis, *, multiple: int =
 
 
 def _check_labels(batch: Mapping[str, Any], length: int) -> None:
-    """Raise UsageError for labels of positions that are those of another sequence."""
+    """Raise UsageError for labels of tokens that are those of another sequence."""
     for name in _IGNORED:
         labels = batch.get(name)
         if isinstance(labels, Tensor) and labels.dim() > 1 and labels.shape[1] != length:
