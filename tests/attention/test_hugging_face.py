@@ -449,7 +449,13 @@ def test_cross_attention_is_refused() -> None:
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     config = transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32,
                                      decoder_ffn_dim=32, **heads)
-    model = sparse(transformers.BartModel(config), WINDOW)
+    model = transformers.BartModel(config)
+    before = model.config._attn_implementation
+    with pytest.raises(NotServed, match=r"the configuration of BartModel declares cross attention .*'sdpa'"):
+        use_sparse_attention(model, WINDOW)
+    assert model.config._attn_implementation == before, "a model that is refused keeps its attention"
+    register(WINDOW)
+    model.set_attn_implementation("shoal_sparse")
     with pytest.raises(NotServed, match=r"belongs to a model with cross attention.*'sdpa'"):
         model(input_ids=tokens(32))
 

@@ -30,8 +30,7 @@ def check_served(name: str, module: nn.Module, others: Mapping[str, Any]) -> Non
         if others.get(each) is not None:
             raise NotServed(f"{name}: {type(module).__name__} gives {each}, which this attention does not compute; choose "
                             f"attn_implementation='eager' for this model")
-    config = getattr(module, "config", None)
-    declared = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    declared = _declares_cross_attention(module)
     if declared or getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__:
         raise NotServed(f"{name}: {type(module).__name__} belongs to a model with cross attention, and a layout is of one "
                         f"sequence; choose attn_implementation='sdpa' for this model")
@@ -39,12 +38,17 @@ def check_served(name: str, module: nn.Module, others: Mapping[str, Any]) -> Non
         warn_once(f"{name}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
 
 
-def check_model(caller: str, model: object) -> None:
-    """Raise NotServed for models whose attention this one cannot be, where no call of it would tell.
+def _declares_cross_attention(module: object) -> bool:
+    config = getattr(module, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))
 
-    A Q-Former has cross attention that no configuration declares; Doge and models with an indexer (DeepSeek V3.2, HY-V4)
-    choose keys, and LASR's convolution skips padding, by a mask of four dims before the call. FNet and Mamba have no
-    attention. GIT's vision tower takes the interface, and its text layers do not.
+
+def check_model(caller: str, model: object) -> None:
+    """Raise NotServed for models whose attention this one cannot be, also where no call of it would tell.
+
+    The configuration of an encoder-decoder declares cross attention, that of a Q-Former does not. Doge and models with an
+    indexer (DeepSeek V3.2, HY-V4) choose keys, and LASR's convolution skips padding, by a mask of four dims before the
+    call. FNet and Mamba have no attention. GIT's vision tower takes the interface, and its text layers do not.
     """
     if isinstance(model, nn.Module) and not any(_takes_interface(type(module)) for module in model.modules()):
         raise NotServed(f"{caller}: {type(model).__name__} computes no attention by the attention interface of "
@@ -54,6 +58,10 @@ def check_model(caller: str, model: object) -> None:
         if path.rpartition(".")[2] == "crossattention":
             raise NotServed(f"{caller}: {type(model).__name__} has cross attention ({path}), and a layout is of one "
                             f"sequence; choose attn_implementation='sdpa' for this model")
+        if "Attention" in type(module).__name__ and _declares_cross_attention(module):
+            raise NotServed(f"{caller}: the configuration of {type(model).__name__} declares cross attention "
+                            f"(is_encoder_decoder or add_cross_attention), and a layout is of one sequence; choose "
+                            f"attn_implementation='sdpa' for this model")
         if hasattr(type(module), "prepare_dynamic_mask") or hasattr(module, "indexer"):
             raise NotServed(f"{caller}: {type(module).__name__} chooses the keys of each query itself ({path}); choose "
                             f"attn_implementation='eager' for this model")
