@@ -460,6 +460,15 @@ def test_cross_attention_is_refused() -> None:
         model(input_ids=tokens(32))
 
 
+def test_the_encoder_of_an_encoder_decoder_is_served_by_itself() -> None:
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(vocab_size=50, d_model=32, encoder_layers=1, encoder_attention_heads=4,
+                                        encoder_ffn_dim=32, num_mel_bins=8, max_source_positions=50, pad_token_id=0)
+    model = transformers.WhisperForAudioClassification(config).eval()
+    sounds = torch.randn(2, 8, 100)
+    close([sparse(model, DenseSparsityConfig(4, 16))(sounds).logits], [model(sounds).logits])
+
+
 def test_a_decoder_that_never_calls_its_cross_attention_is_served() -> None:
     torch.manual_seed(0)
     config = transformers.BartConfig(vocab_size=50, d_model=32, decoder_layers=1, decoder_ffn_dim=32, dropout=0.0,

@@ -30,17 +30,19 @@ def check_served(name: str, module: nn.Module, others: Mapping[str, Any]) -> Non
         if others.get(each) is not None:
             raise NotServed(f"{name}: {type(module).__name__} gives {each}, which this attention does not compute; choose "
                             f"attn_implementation='eager' for this model")
-    declared = _declares_cross_attention(module)
-    if declared or getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__:
+    crosses = getattr(module, "is_cross_attention", False) is True or "CrossAttention" in type(module).__name__
+    if crosses or _declares_cross_attention(module):
         raise NotServed(f"{name}: {type(module).__name__} belongs to a model with cross attention, and a layout is of one "
                         f"sequence; choose attn_implementation='sdpa' for this model")
     if others.get("output_attentions"):
         warn_once(f"{name}: output_attentions has no effect: the probabilities are not kept; choose 'eager' to see them")
 
 
-def _declares_cross_attention(module: object) -> bool:
+def _declares_cross_attention(module: nn.Module) -> bool:
+    """Whether the configuration of a layer says that its model has cross attention, and the layer is not of its encoder."""
     config = getattr(module, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))
+    declared = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    return bool(declared) and getattr(module, "is_decoder", None) is not False
 
 
 def check_model(caller: str, model: object) -> None:
