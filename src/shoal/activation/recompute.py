@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     _checkpoint_without_reentrant_generator as checkpoint_around,  # pyright: ignore[reportPrivateUsage]  no public one fits hooks
 )
-from torch.utils.checkpoint import _detach_helper  # pyright: ignore[reportPrivateUsage]  as torch's selective checkpoint
 
 from shoal.activation.random_states import ReenteredContext
 from shoal.activation.replay import Replay
@@ -259,7 +258,7 @@ class _Outputs:
 
     def keep(self, call: int, output: Any) -> None:
         """Keep what a call returned."""
-        output = tree_map(_detach_helper, output)  # shares memory and version
+        output = tree_map(_detached, output)  # shares memory and version
         self._kept[call] = output, [(each, each._version) for each in tensors_within(output)]
         self._call_of.update((storage, call) for each in tensors_within(output) for storage in _identities(each))
 
@@ -267,7 +266,7 @@ class _Outputs:
         """Note writes to `views` as those to what a call returned, if they share its memory: `source` does."""
         call = next((self._call_of[each] for each in _identities(source) if each in self._call_of), None)
         if call is not None:
-            self._kept[call][1].extend((each, each._version) for each in tensors_within(tree_map(_detach_helper, views)))
+            self._kept[call][1].extend((each, each._version) for each in tensors_within(tree_map(_detached, views)))
 
     def drop_overwritten(self) -> int:
         """Forget the outputs that were written to in place; return the bytes of the others."""
@@ -284,6 +283,17 @@ class _Outputs:
 
     def _is_overwritten(self, call: int) -> bool:
         return any(each._version != version for each, version in self._kept[call][1])
+
+
+def _detached(value: Any) -> Any:
+    """Return a tensor apart from its graph, which counts the writes to its memory with it; other values as they are.
+
+    Beneath autograd, where a dispatch mode runs, torch leaves out the key that makes views share that count.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # pyright: ignore[reportPrivateUsage]
+        return value.detach()
 
 
 def _identities(tensor: Tensor) -> list[int]:
