@@ -204,11 +204,12 @@ def _compiled(how: str, section: dict[str, Any]) -> list[float]:
     engine = _engine(model, section, 0)
     if how == "engine":
         engine.compile(backend="aot_eager")
-    if how == "model":
-        with pytest.raises(UsageError, match=r"a Block recomputes its activations within a larger graph"):
-            engine(torch.ones(4, WIDTH))
+    try:
+        loss = engine(torch.ones(4, WIDTH)).square().mean()
+    except UsageError as error:
+        assert how == "model" and "a Block recomputes its activations within a larger graph" in str(error)
         return []
-    engine.backward(engine(torch.ones(4, WIDTH)).square().mean())
+    engine.backward(loss)
     engine.step()
     return [engine(torch.ones(4, WIDTH)).square().mean().item()]
 
@@ -219,7 +220,9 @@ def test_compiled_blocks_recompute_and_a_larger_graph_is_refused(section: dict[s
     plain, = run_ranks(1, _compiled, "", {})
     for how in ("blocks", "engine"):
         assert run_ranks(1, _compiled, how, section)[0] == pytest.approx(plain, rel=1e-6)
-    assert run_ranks(1, _compiled, "model", section) == [[]]
+    # Older torch ends its graph at the refusal, and compiles parts of each block: no graph is larger than a block then.
+    found, = run_ranks(1, _compiled, "model", section)
+    assert found == ([] if torch.__version__ >= "2.13" else pytest.approx(plain, rel=1e-6))
 
 
 class Attends(Block):
