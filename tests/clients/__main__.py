@@ -72,6 +72,7 @@ def rows() -> Iterator[Row]:
     yield Row("Lightning", "lightning_fit.py", ("--stage", "3", "--devices", "2", "--dim", "320"), 2)  # released weights
     yield Row("from_pretrained", "from_pretrained.py", ("--stage", "3"), 2)
     yield Row("ShoalAccelerator", "own_accelerator.py", ("--stage", "3", "--accumulation", "2"), 2)
+    yield Row("ShoalStrategy", "lightning_fit.py", ("--stage", "2", "--own"))
     yield Row("ShoalStrategy", "lightning_fit.py", ("--stage", "3", "--own", "--devices", "2"), 2)
 
 

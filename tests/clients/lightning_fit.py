@@ -135,7 +135,11 @@ def main() -> None:
                                                     ckpt_path=str(folder / f"step={args.steps // 2}.ckpt"))
     assert again.losses == first.losses[half:], f"resumed {again.losses}, had {first.losses[half:]}"
 
-    validated = fitted.validate(Module(args), evaluation, ckpt_path=str(folder / f"step={args.steps}.ckpt"), verbose=False)
+    fitted.save_checkpoint(str(folder / "after.ckpt"))
+    evaluations = [fitted.validate(module, evaluation, ckpt_path=str(folder / name), verbose=False)
+                   for name in (f"step={args.steps}.ckpt", "after.ckpt") for module in (first, Module(args))]
+    validated = evaluations[0]
+    assert all(each == validated for each in evaluations), f"one checkpoint gives {evaluations}"
     tiny.report(losses=first.losses, resumed=again.losses, evaluated=validated[0]["val_loss"], seconds=first.clock.median)
     by_hand, by_trainer = (plain_fit(args, module, data) for module in (Manual(args), Module(args)))
     assert by_hand == by_trainer, f"manual optimization had {by_hand}, automatic {by_trainer}"

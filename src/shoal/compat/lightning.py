@@ -124,7 +124,7 @@ class ShoalStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.engine is not None and not self.engine.destroyed:
-            if not fitting:  # the weights lie in this engine
+            if not fitting and self.engine.module is self.lightning_module:
                 return
             self.engine.destroy()
         optimizer = None
@@ -216,10 +216,11 @@ class ShoalStrategy(DDPStrategy):
     # The end
 
     def teardown(self) -> None:
-        """Leave the module whole and plain at stages 0 to 2; at stage 3 it stays sharded, for `validate` and `predict`."""
+        """Keep the engine, for `save_checkpoint`, `validate` and `predict`; the next `fit` builds another.
+
+        `strategy.engine.destroy()` leaves the module whole and plain.
+        """
         assert self.accelerator is not None
-        if self.engine is not None and self._sections["zero_optimization"]["stage"] < 3:
-            self.engine.destroy()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
