@@ -303,6 +303,25 @@ def test_a_released_parameter_stays_as_it_is_where_its_model_moves() -> None:
             f"'{name}' read the data of parameter '0.weight'" for name in ("to", "to", "mul", "share_memory_"))]
 
 
+def _moved_within_accumulation(zero: dict[str, Any]) -> bool:
+    """Move a model where no step has ended its gradients, and then step; compare with one that stays."""
+    engines = [engine_of(zero), engine_of(zero)]
+    for engine in engines:
+        engine.set_gradient_accumulation_boundary(False)
+        train(engine)
+        if engine is engines[0]:
+            engine.module.cpu()
+        engine.set_gradient_accumulation_boundary(True)
+        train(engine)
+    moved, stayed = (engine.consolidated_state_dict() for engine in engines)
+    return moved is None or all(torch.equal(moved[name], stayed[name]) for name in stayed)
+
+
+@pytest.mark.parametrize("zero", CASES, ids=str)
+def test_a_model_moves_while_gradients_wait_for_a_step(zero: dict[str, Any]) -> None:
+    assert run_ranks(2, _moved_within_accumulation, zero) == [True] * 2
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_scripted_module_moves_under_the_published_name() -> None:
     add_attributes()

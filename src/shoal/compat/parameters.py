@@ -25,6 +25,7 @@ from shoal.optim.parameter_state import GRADIENT, MASTER, ParameterState
 from shoal.optim.sharded import ShardedOptimizer
 from shoal.tier import fetched
 from shoal.zero.gathered import gathered
+from shoal.zero.grad_attribute import unanswered_grads
 from shoal.zero.guard import is_guarded
 from shoal.zero.ownership import owner_of
 from shoal.zero.placement import STAGES
@@ -63,6 +64,7 @@ _optimizers = WeakIdKeyDictionary()
 
 def owned_by(optimizer: ShardedOptimizer | None, parameters: Iterable[nn.Parameter], *, stage: int) -> None:
     """Have the functions below find the state of an engine's `parameters` in its `optimizer`."""
+    nn.Module._apply = _apply  # pyright: ignore[reportPrivateUsage]  the method behind `to`, `cpu` and the like
     if stage == 3:
         add_attributes()
     for parameter in parameters:
@@ -257,17 +259,19 @@ _plain_zero_grad = nn.Module.zero_grad
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Move a module to another device (`cpu`, `to`); its released parameters have no values to move, and stay as they are.
 
-    Any other change of theirs is one of `Module._apply`: those that a read cannot gather raise `ReleasedError`.
+    Any other change of theirs is one of `Module._apply`: those that a read cannot gather raise `ReleasedError`. The engine
+    keeps gradients on its device: a move reads none of a pass that no step has ended.
     """
     own = self._parameters  # pyright: ignore[reportPrivateUsage]  where Module._apply finds what it converts
     released = {name: parameter for name, parameter in own.items() if parameter is not None and _stays(fn, parameter)}
-    if not released:
-        return _plain_apply(self, fn, recurse)
-    own.update(dict.fromkeys(released))
+    if released:  # the members of a scripted module are no dict
+        own.update(dict.fromkeys(released))
     try:
-        return _plain_apply(self, fn, recurse)
+        with unanswered_grads():
+            return _plain_apply(self, fn, recurse)
     finally:
-        own.update(released)
+        if released:
+            own.update(released)
 
 
 def _stays(fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> bool:

@@ -6,7 +6,9 @@ property, or that of a released parameter (guard.py). Everything else of the par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -15,12 +17,25 @@ from torch import Tensor, nn
 from shoal.zero.ownership import GradReader, owner_of
 
 __all__ = ["clear_raw_grads", "hide_grads", "note_answering", "raw_grad", "read_grad", "set_raw_grad", "show_grads",
-           "take_raw_grad", "take_raw_grads", "write_grad"]
+           "take_raw_grad", "take_raw_grads", "unanswered_grads", "write_grad"]
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]  # pyright: ignore[reportPrivateUsage]  the attribute that autograd writes
 
 _readable: dict[type, type] = {}  # by class, the one whose `grad` is answered for; that of a released parameter is itself
 _plain: dict[type, type] = {}
+
+
+_unanswered: ContextVar[bool] = ContextVar("unanswered", default=False)
+
+
+@contextmanager
+def unanswered_grads() -> Generator[None]:
+    """Within the context a parameter's `grad` is the attribute that autograd writes: no script asks for the gradient."""
+    token = _unanswered.set(True)
+    try:
+        yield
+    finally:
+        _unanswered.reset(token)
 
 
 def read_grad(parameter: nn.Parameter) -> Tensor | None:
@@ -103,7 +118,7 @@ def _new_class(plain: type) -> type:
 
 def _reader(parameter: nn.Parameter) -> GradReader | None:
     owner = owner_of(parameter)
-    return None if owner is None else owner.grads
+    return None if owner is None or _unanswered.get() else owner.grads
 
 
 def _delete_grad(parameter: nn.Parameter) -> None:
