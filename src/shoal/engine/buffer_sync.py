@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from shoal.module_hooks import is_scripted
 from shoal.transport.collectives import Communicator
 from shoal.zero.ownership import owner_of
 
-__all__ = ["BufferSync", "is_array", "move_buffers"]
+__all__ = ["BufferSync", "is_array", "move_buffers", "saved_names"]
 
 
 def move_buffers(model: nn.Module, communicator: Communicator, device: torch.device) -> None:
@@ -109,7 +110,7 @@ class BufferSync:
     """Sends rank 0's changed buffers to the data ranks."""
 
     def __init__(self, model: nn.Module, communicator: Communicator):
-        persistent = set(model.state_dict(keep_vars=True))
+        persistent = saved_names(model)
         self._communicator = communicator
         self._places = [(module, key) for path, module in model.named_modules() for key, buffer in module.named_buffers(
             recurse=False) if is_array(buffer) and buffer.numel() and (f"{path}.{key}" if path else key) in persistent]
@@ -150,6 +151,14 @@ class BufferSync:
         module = self._places[index][0]
         return ((module.training and (isinstance(module, _NormBase) or is_scripted(module)))
                 or self._buffer(index).is_inference())
+
+
+def saved_names(model: nn.Module) -> set[str]:
+    """Return the names that the modules of `model` save; hooks of `state_dict` may rename them, or read released weights."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        module._save_to_state_dict(found, f"{path}." if path else "", True)  # pyright: ignore[reportPrivateUsage]  no hooks
+    return set(found)
 
 
 def is_array(buffer: Tensor) -> bool:

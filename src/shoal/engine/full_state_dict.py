@@ -3,6 +3,8 @@
 To consolidate, rank 0 receives the tensors of the ranks of one copy of the model, and joins the slices of tensor ranks. To
 load, masters take the state's precision and weights are rounded; names are checked first, so that a state that does not fit
 leaves the model unchanged.
+
+Names are those of the module's `state_dict`, whose hooks may rename parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import extra_states, load_extra_states
 from shoal.checkpoint.state_dict_export import set_dtype_of_config
-from shoal.errors import UsageError
+from shoal.errors import ReleasedError, UsageError
 from shoal.mesh.mesh import MODEL
 from shoal.mesh.tensor_slice import TensorSlice, slice_of, whole
 from shoal.tier import fetched
@@ -42,6 +44,7 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
     mesh = model.parameter_groups.mesh
     copy = model.parameter_groups.communicator(*MODEL)
     sending = mesh.rank("data") == 0
+    dictionary = _state_dict(model.model)  # on every rank: a hook may raise
     now = {parameter: name for name, parameter in model.named().items()}  # pruning and parametrizations rename parameters
     former = {now.get(member.parameter, member.name): member.name for unit in model.units for member in unit.members}
     own: dict[str, Tensor] = {}
@@ -56,7 +59,9 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
         return None
     in_units = former.keys() | set(tied_names(model.model)) | set(model.aliases)
     extra = extra_states(model.model)
-    own |= {name: tensor.detach().cpu().clone() for name, tensor in model.model.state_dict(keep_vars=True).items()
+    renamed = _renamed(model.model, dictionary)
+    in_units |= {key for keys in renamed.values() for key in keys}
+    own |= {name: tensor.detach().cpu().clone() for name, tensor in dictionary.items()
             if name not in own and name not in in_units and name not in extra}
     slices = {name: model.tensor_slices.get(former.get(name, name)) for name in own}
     by_rank = copy.gather_objects({name: _TensorPart(cut=slices[name], shape=tuple(tensor.shape), dtype=tensor.dtype)
@@ -71,9 +76,30 @@ def consolidate(model: ShardedModel, dtype: torch.dtype | None, *, exclude_froze
         if copy.rank == 0:
             cuts = [part.cut for part in senders.values() if part.cut is not None]
             state[name] = whole(parts, cuts) if cuts else parts[0]
+    of_ranks = copy.gather_objects(renamed)
     if copy.rank != 0:
         return None
-    return state | {name: state[first] for name, first in tied.items() if first in state}
+    state |= {name: state[first] for name, first in tied.items() if first in state}
+    keys = {name: keys for each in of_ranks for name, keys in each.items()}
+    return {key: value for name, value in state.items() for key in keys.get(name, (name,))}
+
+
+def _state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return what the module's `state_dict` has, its parameters themselves."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except ReleasedError as error:
+        error.add_note("a hook of the model's state_dict reads a weight, which is not gathered for it; let the hook rename "
+                       "or remove entries alone, and change values in the state dict that the engine returns")
+        raise
+
+
+def _renamed(module: nn.Module, dictionary: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the keys that each parameter has in the state dict of `module`, where hooks renamed or removed its own."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    missing = {name: parameter for name, parameter in named.items() if name not in dictionary}
+    return {name: [key for key, value in dictionary.items() if value is parameter and key not in named]
+            for name, parameter in missing.items()}
 
 
 @runtime_checkable
@@ -137,7 +163,11 @@ def load(model: ShardedModel, state: Mapping[str, Any], *, strict: bool = True) 
     unknown.
     """
     extra = extra_states(model.model)
-    wanted = model.model.state_dict(keep_vars=True)
+    wanted = _state_dict(model.model)
+    renamed = _renamed(model.model, wanted)
+    names = {key: name for name, keys in renamed.items() for key in keys}
+    state = {names.get(key, key): value for key, value in state.items()}
+    wanted = {names.get(key, key): value for key, value in wanted.items()}
     aliases = model.tied_names()
     shapes = {name: model.tensor_slices[name].shape(shape) if name in model.tensor_slices else shape
               for name, shape in ((name, tuple(tensor.shape)) for name, tensor in wanted.items() if name not in extra)}

@@ -27,7 +27,7 @@ from torch import Tensor
 from shoal.checkpoint import Piece, Snapshot
 from shoal.data.loader import Loader
 from shoal.device import HOST
-from shoal.engine.buffer_sync import is_array
+from shoal.engine.buffer_sync import is_array, saved_names
 from shoal.errors import CheckpointError
 from shoal.mesh.tensor_slice import TensorSlice
 from shoal.optim.elementwise import count_moments
@@ -294,7 +294,7 @@ def _state_dtype(view: MasterView, saved: torch.dtype) -> torch.dtype:
 def _unsharded(model: ShardedModel) -> Iterator[Piece]:
     """Yield the tensors that every rank holds whole: buffers, and parameters that no unit holds."""
     in_units = {member.name for unit in model.units for member in unit.members}
-    persistent = set(model.model.state_dict(keep_vars=True))
+    persistent = saved_names(model.model)
     for name, parameter in model.named().items():
         if name not in in_units:
             yield _flat(f"{WEIGHT}/{name}", parameter.data)
