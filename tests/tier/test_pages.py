@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,19 @@ def test_pinned_memory_is_locked_byte_for_byte_while_it_is_used(monkeypatch: pyt
     assert fake.locked and not part.any()
     del part
     assert not fake.locked
+
+
+def test_locked_memory_is_left_out_of_forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime(monkeypatch)
+    memory = pinned_zeros(4 * HUGE, torch.uint8, torch.device("cuda"))
+    flags = ""
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                start, stop = (int(bound, 16) for bound in line.split()[0].split("-"))
+            elif line.startswith("VmFlags:") and start <= memory.data_ptr() < stop:
+                flags = line
+    assert " dc " in flags, flags
 
 
 def test_memory_that_cannot_be_locked_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

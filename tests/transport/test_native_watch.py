@@ -7,9 +7,12 @@ import threading
 from typing import Any
 from weakref import ref
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from shoal.testing import run_ranks
+from shoal.transport import native_watch
 from shoal.transport.failure_board import FailureBoard, published_failure
 from shoal.transport.native_watch import IssuedOrder, LaunchedCollectives, first_difference
 
@@ -58,6 +61,25 @@ def _waited() -> list[bool]:
 
 def test_a_collective_that_was_waited_for_is_freed_and_others_are_watched() -> None:
     assert run_ranks(1, _waited) == [[True, True]]
+
+
+def _device_of_thread() -> bool:
+    """Ask for the oldest collective in a thread; return whether it took the rank's device first."""
+    assert dist.group.WORLD is not None
+    device, taken = torch.device("cuda", 3), list[torch.device]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_watch, "current_device", lambda: device)
+        patch.setattr(native_watch, "set_current", taken.append)
+        launched = LaunchedCollectives(dist.group.WORLD)
+        patch.setattr(native_watch, "current_device", lambda: torch.device("cuda", 0))
+        work: Any = _Work()
+        launched.add(work)
+        launched.oldest()
+    return taken == [device]
+
+
+def test_the_watch_asks_on_the_device_of_its_rank() -> None:
+    assert run_ranks(1, _device_of_thread) == [True]
 
 
 class _Broken:

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from shoal.attention.blocks import Blocks
 from shoal.attention.call import HIDES, AttentionCall
-from shoal.device import HOST
+from shoal.device import HOST, kept_for_stream
 
 __all__ = ["attention", "coarse", "serves"]
 
@@ -35,7 +35,7 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bi
     """Return the output (batches, heads, length, dim); the call has neither dropout nor `bias`."""
     assert bias is None and not call.threshold and serves(call.blocks)
     run = flex_attention if query.device == HOST else _compiled(call.blocks, call.causal, len(call.terms))
-    mask = _block_mask(call.blocks, call.causal, query.device)
+    mask = _block_mask(query.device, call.blocks, call.causal)
     output: Any = run(query, key, value, score_mod=_added(call), block_mask=mask, scale=call.scale,
                       enable_gqa=query.shape[1] != key.shape[1])
     return output
@@ -67,8 +67,8 @@ def _compiled(blocks: Blocks, causal: bool, terms: int) -> Callable[..., Any]:
 _numbers = count()
 
 
-@lru_cache(maxsize=64)
-def _block_mask(blocks: Blocks, causal: bool, device: torch.device) -> BlockMask:
+@kept_for_stream
+def _block_mask(device: torch.device, blocks: Blocks, causal: bool) -> BlockMask:
     """Return the blocks of 128 and the function; kept, so that a layout is compiled once."""
     layout, edge, shared = blocks.layout.bool().to(device), blocks.block, blocks.heads == 1
     positions = blocks.row_positions.to(device)

@@ -32,7 +32,7 @@ PAGED_FROM = 1 << 20
 """Bytes from which host memory gets pages of its own; smaller buffers are better on the heap."""
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which mmap names from Python 3.13 on
-_DONT_NEED, _HUGE_PAGE, _NO_HUGE_PAGE = 4, 14, 15
+_DONT_NEED, _DONT_FORK, _HUGE_PAGE, _NO_HUGE_PAGE = 4, 10, 14, 15
 _REMAP = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, and _DONTUNMAP: the source range stays mapped
 _KIND = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 _FIXED = 0x10
@@ -72,9 +72,14 @@ class Pages:
             _advise(self.address + self.bytes, HUGE - self._lead, _NO_HUGE_PAGE)
 
     def lock(self) -> None:
-        """Page-lock the memory for copies to and from a device, for as long as it is used."""
+        """Page-lock the memory for copies to and from a device, for as long as it is used.
+
+        Forked processes, such as workers of a loader, do not have it: the system would copy locked pages for each at once.
+        """
         if self.bytes:
             self._map.unlock = lock_pages(self.address, self.bytes)
+            with suppress(OSError):  # a system that cannot leave pages out
+                _advise(self.address, self.bytes, _DONT_FORK)
 
     def view(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop)."""

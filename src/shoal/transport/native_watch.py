@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from shoal.device import DeviceEvent, current_device, on_accelerator
+from shoal.device import DeviceEvent, current_device, on_accelerator, set_current
 from shoal.transport.failure_board import OldestWait, abort_waits, interruptible_wait, watch_oldest
 
 __all__ = ["IssuedOrder", "LaunchedCollectives", "first_difference", "is_native", "launched_collectives"]
@@ -50,6 +50,7 @@ class LaunchedCollectives(OldestWait):
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = ref(group)
+        self._device = current_device()
         self._running: dict[int, dist.Work | DeviceEvent] = {}
         """The work or event that tells the end of each collective, by the number of its launch."""
         self._launches = 0
@@ -81,6 +82,7 @@ class LaunchedCollectives(OldestWait):
                 self._running[number] = event  # in its place in the order
 
     def oldest(self) -> interruptible_wait | None:
+        set_current(self._device)  # a new thread has the first one, where each rank's question would make a context
         with self._lock:
             while self._running and _has_ended(next(iter(self._running.values()))):
                 del self._running[next(iter(self._running))]
