@@ -1,6 +1,6 @@
 """The accelerator of this process: the one file that asks torch which there is, and what it can do.
 
-CUDA, ROCm, XPU, MPS and the devices that packages add to torch (PrivateUse1: NPU, HPU) answer alike, through
+CUDA, ROCm, XPU and the devices that packages add to torch (PrivateUse1: NPU, HPU) answer alike, through
 `torch.accelerator`, `torch.Stream`, `torch.Event` and the module of their kind (`torch.get_device_module`). Where a device
 lacks something, a function here says so in a warning or an error. Nothing falls back to the CPU unsaid.
 
@@ -49,6 +49,7 @@ __all__ = [
     "follow",
     "forked_rng",
     "group_backends",
+    "has_float64",
     "has_triton",
     "is_initialized",
     "kept_for_stream",
@@ -139,6 +140,15 @@ def is_initialized(device: torch.device) -> bool:
 def has_triton(device: torch.device) -> bool:
     """Whether Triton compiles kernels for this kind of device, where it is installed."""
     return device.type in _TRITON
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64; Apple's and some of Intel's do not."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def steps_fused(device: torch.device) -> bool:

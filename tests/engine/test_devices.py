@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.errors import NotSupportedYet
 from shoal.onebit import packing, reference
 from shoal.optim import grad_stats
 from shoal.optim.views import MasterView
@@ -18,6 +19,8 @@ from shoal.testing import run_ranks
 from shoal.transport import reduction
 from shoal.transport.collectives import Communicator
 from shoal.transport.reduction import DONE, Reduction
+
+from .trained import build
 
 DEVICE = torch.device("meta")  # of another kind than the host
 
@@ -78,3 +81,16 @@ def native_by_backends() -> list[bool]:
 
 def test_gloo_is_recognised_under_every_backend_name() -> None:
     assert run_ranks(2, native_by_backends) == [[False, False]] * 2
+
+
+def _without_float64() -> bool:
+    with (pytest.MonkeyPatch.context() as patch,
+          pytest.raises(NotSupportedYet, match=r"cpu: the device has no float64.*dist_backend='gloo'")):
+        patch.setattr("shoal.engine.build.has_float64", lambda device: False)
+        build()
+    return True
+
+
+@pytest.mark.host("the message names the CPU")
+def test_a_device_without_float64_is_refused() -> None:
+    assert run_ranks(1, _without_float64) == [True]

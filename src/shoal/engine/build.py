@@ -23,6 +23,7 @@ from shoal.activation import RecomputeMode, recompute_blocks
 from shoal.attention.hugging_face import sparse_attention_in
 from shoal.config.load import Source
 from shoal.config.resolve import DEFAULT
+from shoal.device import has_float64
 from shoal.engine.activation_plan import recompute_as_configured, saved_activations
 from shoal.engine.base import BaseEngine
 from shoal.engine.buffer_sync import move_buffers
@@ -42,7 +43,7 @@ from shoal.engine.optimizer_traits import (
 from shoal.engine.pipeline_engine import PipelineEngine
 from shoal.engine.schema import Config
 from shoal.engine.storage_plan import plan_storage
-from shoal.errors import CollectiveFailed, ConfigError, UsageError
+from shoal.errors import CollectiveFailed, ConfigError, NotSupportedYet, UsageError
 from shoal.log import logger, warn_once
 from shoal.mesh.mesh import Mesh
 from shoal.module_hooks import is_scripted
@@ -164,6 +165,9 @@ def build(classes: EngineClasses, *, args: Any, model: nn.Module | None, optimiz
                 Communicator, timeout=settings.timeout, debug=settings.debug, direct_bytes=settings.direct_bytes,
                 gather_elements=zero.allgather_bucket_size, reduce_elements=zero.reduce_bucket_size))
             device = process_group.device()
+            if not has_float64(device):
+                raise NotSupportedYet(f"{device}: the device has no float64, in which the norm of gradients is summed; "
+                                      f"train on the CPU: shoal.init_distributed(dist_backend='gloo') before initialize")
             traits = traits_of(settings, optimizer)
             if traits.compressing:
                 check_compression(settings, mesh, model, traits.name)
