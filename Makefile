@@ -8,6 +8,7 @@ TENSOR ?= 2
 WORKERS ?= 2
 DISK ?= out/benchmarks/disk
 TORCH := torch==2.13.0
+OLDEST := torch==2.11.0
 BIN := .venv/bin
 CANDIDATES := python3.11 python3.12 python3.13 python3 python
 PYTHON ?= $(shell for name in $(CANDIDATES); do \
@@ -15,7 +16,7 @@ PYTHON ?= $(shell for name in $(CANDIDATES); do \
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: chaos deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults fuzz fuzz-idioms check bench bench-tiers record \
+.PHONY: chaos deepspeed-wheel help install train train-3d train-megatron finetune memory-lab bigger-than-memory rscan long-document test test-cluster test-late test-late-faults test-oldest fuzz fuzz-idioms check bench bench-tiers record \
 	bench-slow-network bench-communication bench-survival bench-gpu peers clients ray docs dist clean
 .DEFAULT_GOAL := help
 
@@ -67,6 +68,11 @@ test: .venv/.installed  ## run every test, and print the 25 slowest; WORKERS=n f
 
 test-late: .venv/.installed  ## run suites on a device that is late, with drawn seeds; SEED=s COUNT=n SHARE=k ONLY=tests
 	$(BIN)/python -m tests.late$(if $(SEED), --seed $(SEED))$(if $(COUNT), --count $(COUNT))$(if $(SHARE), --share $(SHARE)) $(ONLY)
+
+test-oldest: .venv-oldest/.installed  ## run suites on the oldest torch that Shoal supports, in .venv-oldest (5 GB); ONLY=tests WORKERS=n
+	.venv-oldest/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/test_torch_versions.py $(if $(ONLY),$(ONLY),\
+		tests/zero tests/engine tests/activation tests/optim tests/pipeline tests/tensor_parallel tests/tier tests/checkpoint \
+		tests/transport tests/attention)
 
 test-late-faults: .venv/.installed  ## remove waits of Shoal one by one, and show that the late device finds each; SEED=s
 	$(if $(SEED),SHOAL_TEST_SEED=$(SEED) )$(BIN)/pytest -v tests/late/test_faults.py
@@ -166,6 +172,11 @@ clean:  ## remove what was made, but for the environments
 .venv-peers/.clients: .venv/.installed tests/clients/constraints.txt
 	PYTHON=$(BIN)/python sh benchmarks/peers.sh
 	.venv-peers/bin/pip install --quiet --constraint tests/clients/constraints.txt transformers accelerate lightning peft trl datasets
+	@touch $@
+
+.venv-oldest/.installed: pyproject.toml
+	test -x .venv-oldest/bin/pip || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet $(OLDEST) hypothesis pytest pytest-timeout pytest-xdist --editable .
 	@touch $@
 
 .venv-ray/.installed: .venv/.installed
