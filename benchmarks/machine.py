@@ -40,7 +40,7 @@ def facts() -> dict[str, str]:
             "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
             "system": f"{platform.system()} {platform.release().partition('-')[0]}", "python": platform.python_version(),
             "load": f"{BEFORE:.1f} before the run, {os.getloadavg()[0]:.1f} at its end",
-            "torch": metadata.version("torch"), "shoal": metadata.version("shoal"), "deepspeed": _deepspeed(),
+            "torch": _version("torch"), "shoal": _version("shoal"), "deepspeed": _deepspeed(),
             "commit": _commit()}
 
 
@@ -48,6 +48,14 @@ def available() -> int:
     """Return the bytes of memory that can be used without swapping."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _version(package: str) -> str:
+    """Return the version of a package; one that is only on PYTHONPATH has no metadata."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
+import gpu_states
+import gpu_steps
+import machine
 import pytest
 import torch
-from gpu_campaign import MINUTES, Measured, Scale, missing
+from gpu_campaign import CARRIED, MINUTES, Measured, Scale, missing
 
 from shoal.testing import run_ranks
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+SMALL = Scale(device=torch.device("cpu"), small=True, path="")
 
 
 def _row(benchmark: str, row: str, path: str) -> Measured:
@@ -31,6 +37,18 @@ def test_a_row_of_a_campaign_runs_small_on_the_cpu(benchmark: str, row: str, has
     assert has in run_ranks(1, _row, benchmark, row, str(tmp_path))[0]
 
 
+def test_facts_are_told_where_shoal_is_only_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert machine.facts()["shoal"] == "not installed"
+
+
+def test_the_packages_that_are_carried_are_those_that_shoal_imports() -> None:
+    assert {"numpy", "pydantic", "rich", "safetensors"} <= {*CARRIED}
+
+
 def test_the_rows_of_states_on_the_host_leave_time_for_the_disk() -> None:
     sys.path.insert(0, str(BENCHMARKS))
     *limits, of_disk = [row.seconds for row in __import__("gpu_states").ROWS.values()]
@@ -39,8 +57,7 @@ def test_the_rows_of_states_on_the_host_leave_time_for_the_disk() -> None:
 
 @pytest.mark.parametrize(("gpu", "host"), [(149e9, 130e9), (84e9, 130e9), (84e9, 20e9), (0.0, 130e9)])
 def test_the_largest_model_fills_the_gpu_and_the_host(gpu: float, host: float) -> None:
-    sys.path.insert(0, str(BENCHMARKS))
-    states = __import__("gpu_states")
+    states = gpu_states
     blocks, ratio = states.fill(gpu, host)
     elements = blocks * 12 * states.WIDTH**2
     on_host, on_gpu = elements * (states.OFF + states.STATE * ratio), elements * states.STATE * (1 - ratio)
@@ -59,6 +76,7 @@ def test_a_campaign_writes_what_its_rows_have_measured(tmp_path: Path) -> None:
 
 SLOW = """
 import sys
+{first}
 sys.path.insert(0, {benchmarks!r})
 from gpu_campaign import Row, campaign, tell
 
@@ -70,19 +88,29 @@ def broken(scale):
 def working(scale):
     return {{"only": 3.0}}
 
-campaign("broken", __file__, "", {{"broken": Row(run=broken), "working": Row(run=working)}})
+campaign("broken", __file__, "", {{"broken": Row(run=broken, seconds=9), "working": Row(run=working, seconds=9)}})
 """
 
 
 def test_a_row_that_fails_keeps_what_it_has_told(tmp_path: Path) -> None:
     script, out = tmp_path / "slow.py", tmp_path / "found.json"
-    script.write_text(SLOW.format(benchmarks=str(BENCHMARKS)))
+    script.write_text(SLOW.format(first="", benchmarks=str(BENCHMARKS)))
     command = [sys.executable, script, "--small", "--out", out, "--path", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = json.loads(out.read_text())["raw"]
     assert done.returncode == 1 and found["working"] == {"only": 3.0}
     assert found["broken"].pop("stderr")
     assert found["broken"] == {"first": 1.0, "second": 2.0, "failure": "ValueError: no third"}
+
+
+def test_a_campaign_whose_tables_fail_keeps_its_rows(tmp_path: Path) -> None:
+    script, out = tmp_path / "slow.py", tmp_path / "found.json"
+    script.write_text(SLOW.format(first='sys.modules["results"] = None  # cannot be imported', benchmarks=str(BENCHMARKS)))
+    command = [sys.executable, script, "--small", "--rows", "working", "broken", "--out", out, "--path", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = json.loads(out.read_text())["raw"]
+    assert found["working"] == {"only": 3.0} and found["broken"]["second"] == 2.0
+    assert "broken: no tables" in done.stderr
 
 
 def test_a_campaign_without_its_packages_ends_at_once(tmp_path: Path) -> None:
@@ -99,8 +127,7 @@ def test_a_campaign_without_a_gpu_says_what_is_missing() -> None:
 
 
 def test_a_row_takes_the_steps_that_it_says() -> None:
-    sys.path.insert(0, str(BENCHMARKS))
-    steps, taken = __import__("gpu_steps"), list[int]()
-    system = steps.System(step=lambda x: taken.append(len(x)), flops=1.0, parameters=1)
-    found = steps.measured(Scale(device=torch.device("cpu"), small=True, path=""), system, (8,), 2, warm=1, looks=False)
+    taken = list[int]()
+    system = gpu_steps.System(step=lambda x: taken.append(len(x)), flops=1.0, parameters=1)
+    found = gpu_steps.measured(SMALL, system, (8,), 2, warm=1, looks=False)
     assert len(taken) == 3 and found["ms x1"] >= 0
