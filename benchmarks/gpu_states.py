@@ -6,7 +6,8 @@ ms a step, tokens a second, the share of the matmul peak, GiB reserved on the GP
 CPUOffloadPolicy. `save` saves 1.1 B, and loads it. Every row takes few steps, at one batch; the profiler's are campaign 2's.
 
 `largest` is a GPT of width 5120 with as many blocks as the GPU and the host hold together at 16 bytes a parameter: `ratio`
-fills both. Its share is that of all their bytes. A disk would hold more, but a step would read and write all of it: minutes.
+fills both. Its share is that of all their bytes, the host's being the container's. A disk would hold more, but a step would
+read and write all of it: minutes.
 
 Estimated seconds on a machine with 16 cores, 128 GiB and copies of 25 to 50 GB/s, with a start of 15 s each: page-locking at
 3 to 6 GB/s, steps on the host at 60 to 120 GB/s, a disk at 1 to 2 GB/s. `disk` has what the others leave.
@@ -22,7 +23,6 @@ Estimated seconds on a machine with 16 cores, 128 GiB and copies of 25 to 50 GB/
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from gpu_campaign import Measured, Row, Scale, campaign, tell
 from gpu_steps import SHAPES, System, _shoal, build, measured  # pyright: ignore[reportPrivateUsage]  the same systems
-from machine import available
+from machine import available, memory
 from torch import Tensor, nn
 
 HOST: dict[str, Any] = {"device": "cpu"}
@@ -82,7 +82,7 @@ def largest(scale: Scale) -> Measured:
     SHAPES["largest"] = (blocks, WIDTH, HEADS)
     tiers = {"offload_optimizer": {**HOST, "ratio": ratio}, "offload_param": HOST}
     system = _shoal(scale, "largest", 3, tiers)
-    share = 16 * system.parameters / (whole + os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    share = 16 * system.parameters / (whole + memory())
     tell(shown := {"blocks": blocks, "ratio": ratio, "parameters": system.parameters, "of all bytes": share})
     return {**shown, **measured(scale, system, FEW, 1, warm=1, looks=False), "host GiB": _host_gib()}
 

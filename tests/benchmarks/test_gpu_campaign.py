@@ -37,6 +37,16 @@ def test_a_row_of_a_campaign_runs_small_on_the_cpu(benchmark: str, row: str, has
     assert has in run_ranks(1, _row, benchmark, row, str(tmp_path))[0]
 
 
+def test_the_memory_of_a_host_is_that_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = machine.memory(tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.memory(tmp_path) == whole
+    (tmp_path / "memory.max").write_text(f"{whole - 1}\n")
+    assert machine.memory(tmp_path) == whole - 1
+    monkeypatch.setattr("shoal.tier.memory_left.memory_left", lambda: 12345)
+    assert machine.available() == 12345
+
+
 def test_facts_are_told_where_shoal_is_only_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
