@@ -14,6 +14,7 @@ import machine
 import pytest
 import torch
 from gpu_campaign import CARRIED, MINUTES, Measured, Scale, missing
+from tests.late import build, group
 
 from shoal.testing import run_ranks
 
@@ -35,6 +36,18 @@ def _row(benchmark: str, row: str, path: str) -> Measured:
 ])
 def test_a_row_of_a_campaign_runs_small_on_the_cpu(benchmark: str, row: str, has: str, tmp_path: Path) -> None:
     assert has in run_ranks(1, _row, benchmark, row, str(tmp_path))[0]
+
+
+def test_cuda_builds_the_staged_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked: list[str] = []
+    monkeypatch.setattr(build, "_folder", lambda compiler: tmp_path)
+    monkeypatch.setattr(build, "_compiled", lambda compiler, folder, name: folder / name)
+    monkeypatch.setattr(build, "_link", lambda compiler, library, objects: linked.append(library.name))
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(group, "build", build.build.__wrapped__)
+    with pytest.raises(ImportError):  # nothing was compiled
+        group._native.__wrapped__("staged_group")  # pyright: ignore[reportPrivateUsage]
+    assert linked == ["staged_group.so"]
 
 
 def test_the_memory_of_a_host_is_that_of_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
