@@ -202,14 +202,14 @@ def _waits(system: System, x: Tensor) -> int:
 
 
 def _row(make: Callable[[Scale], System]) -> Row:
-    return Row(run=lambda scale: measured(scale, make(scale)), seconds=110)
+    return Row(run=lambda scale: measured(scale, make(scale)), seconds=65)
 
 
 def _first_of_8(make: Callable[[Scale], System]) -> Row:
     def run(scale: Scale) -> Measured:
         _fake()
         return measured(scale, make(scale))
-    return Row(run=run, seconds=110)
+    return Row(run=run, seconds=75)
 
 
 def optimizer(scale: Scale) -> Measured:
@@ -228,7 +228,7 @@ def optimizer(scale: Scale) -> Measured:
 
 
 ROWS = {
-    "matmul": Row(run=matmul), "optimizer": Row(run=optimizer),
+    "matmul": Row(run=matmul, seconds=20), "optimizer": Row(run=optimizer, seconds=20),
     "plain": _row(lambda scale: _plain(scale, "1.1b")),
     "stage-0": _row(lambda scale: _shoal(scale, "1.1b", 0)),
     "stage-3": _row(lambda scale: _shoal(scale, "1.1b", 3)),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
+import gpu_facts
 import gpu_states
 import gpu_steps
 import machine
 import pytest
 import torch
-from gpu_campaign import CARRIED, MINUTES, Measured, Scale, missing
+from gpu_campaign import CARRIED, MINUTES, Measured, Row, Scale, missing, share
 from tests.late import build, group
 
 from shoal.testing import run_ranks
@@ -21,6 +24,7 @@ from shoal.testing import run_ranks
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 SMALL = Scale(device=torch.device("cpu"), small=True, path="")
+CAMPAIGNS: dict[str, dict[str, Row]] = {"facts": gpu_facts.ROWS, "steps": gpu_steps.ROWS, "states": gpu_states.ROWS}
 
 
 def _row(benchmark: str, row: str, path: str) -> Measured:
@@ -36,6 +40,58 @@ def _row(benchmark: str, row: str, path: str) -> Measured:
 ])
 def test_a_row_of_a_campaign_runs_small_on_the_cpu(benchmark: str, row: str, has: str, tmp_path: Path) -> None:
     assert has in run_ranks(1, _row, benchmark, row, str(tmp_path))[0]
+
+
+@pytest.mark.parametrize("campaign", CAMPAIGNS)
+def test_the_shares_of_all_rows_fit_into_the_ten_minutes(campaign: str) -> None:
+    assert sum(row.seconds for row in CAMPAIGNS[campaign].values()) <= 60 * MINUTES
+
+
+def test_a_row_gets_what_earlier_ones_left_and_no_share_of_a_later_one() -> None:
+    rows = {name: Row(run=lambda scale: {}, seconds=seconds) for name, seconds in (("a", 30), ("b", 40), ("c", 20))}
+    assert share(rows, ["a", "b", "c"], "b", 90) == 70
+    assert share(rows, ["a", "b", "c"], "b", 50) == 40
+    assert share(rows, ["a", "b", "c"], "b", 25) == 25
+    assert share(rows, ["a", "c"], "c", 90) == 90
+
+
+def test_what_is_due_comes_first_and_flex_attention_last() -> None:
+    names = list(gpu_facts.ROWS)
+    assert names[:6] == ["stages", "races", "delays", "tests-one_gpu", "tests-offload", "ranks"]
+    assert names[-2:] == ["tests-attention", "tests-flex"]
+    assert {file.stem.removeprefix("test_") for file in ROOT.glob("tests/gpu/test_*.py")} <= {
+        name.removeprefix("tests-") for name in names}
+
+
+OF_TESTS = """
+import threading, warnings
+
+def test_one():
+    warnings.warn("the first use of a GPU")
+
+def test_two():
+    raise ValueError("no")
+
+def test_three():
+    assert threading.Event().wait({wait})
+"""
+
+
+def test_a_row_of_tests_that_is_cut_has_told_the_tests_that_ended(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(OF_TESTS.format(wait=30))
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu_facts; gpu_facts._tests({str(file)!r})"
+    told: list[Measured] = []
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            told.append(json.loads(line.removeprefix("measured: ")))
+            if "failed" in told[-1]:
+                break
+        os.killpg(process.pid, signal.SIGKILL)
+    assert [sorted(each) for each in told] == [["all", "passed"], ["all", "failed", "first", "passed"]]
+    assert told[-1]["all"][0].endswith("::test_two")
 
 
 def test_cuda_builds_the_staged_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +126,6 @@ def test_facts_are_told_where_shoal_is_only_on_the_path(monkeypatch: pytest.Monk
 
 def test_the_packages_that_are_carried_are_those_that_shoal_imports() -> None:
     assert {"numpy", "pydantic", "rich", "safetensors"} <= {*CARRIED}
-
-
-def test_the_rows_of_states_on_the_host_leave_time_for_the_disk() -> None:
-    sys.path.insert(0, str(BENCHMARKS))
-    *limits, of_disk = [row.seconds for row in __import__("gpu_states").ROWS.values()]
-    assert sum(limits) + 75 <= 60 * MINUTES and of_disk >= 165
 
 
 @pytest.mark.parametrize(("gpu", "host"), [(149e9, 130e9), (84e9, 130e9), (84e9, 20e9), (0.0, 130e9)])
