@@ -220,7 +220,8 @@ def delays(scale: Scale) -> Measured:
 
 _RESULT = re.compile(r"^(\S*?::.*?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 _REASON = re.compile(r"^(?:FAILED|ERROR) (.*)$")
-_PYTEST = ("-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "-v", "--tb=short", "--timeout=60", "--maxfail=10")
+_PYTEST = ("-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "-v", "--tb=short", "--timeout=60", "--maxfail=10",
+           "-W", "default")  # a GPU has warnings of its own, each of which the house's settings would make a failure
 
 
 def _tests(*arguments: str, environment: Mapping[str, str] | None = None) -> Measured:

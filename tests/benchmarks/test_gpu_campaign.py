@@ -94,6 +94,16 @@ def test_a_row_of_tests_that_is_cut_has_told_the_tests_that_ended(tmp_path: Path
     assert told[-1]["all"][0].endswith("::test_two")
 
 
+def test_a_warning_of_a_gpu_fails_no_test_of_a_campaign(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(OF_TESTS.format(wait=0))
+    found = gpu_facts._tests(str(file), "-c", str(ROOT / "pyproject.toml"))
+    assert (found["passed"], found["failed"]) == (1, 2)
+    assert found["first"].endswith("::test_two - ValueError: no")
+    documented = [line for line in (ROOT / "docs/devices.md").read_text().splitlines() if ".venv/bin/pytest" in line]
+    assert documented and all("-W default" in line for line in documented)
+
+
 def test_cuda_builds_the_staged_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linked: list[str] = []
     monkeypatch.setattr(build, "_folder", lambda compiler: tmp_path)
