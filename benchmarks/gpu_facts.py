@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_facts.py [--small] [--rows stages races delays tests-one_gpu ... copies pages matmul disk ...]
 
-    stages    steps of each stage and tier beside a plain loop; none may wait for the device (`set_sync_debug_mode("error")`)
+    stages    steps of each stage and tier beside a plain loop; none may wait for the device (`set_sync_debug_mode("error")`,
+              and no wait for an event, which that does not see)
     races     the same under torch's sanitizer of streams (`TORCH_CUDA_SANITIZER=1`)
     delays    the same with random sleeps on every stream
     tests-..  a file of tests/gpu
@@ -26,11 +27,13 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_campaign import Measured, Row, Scale, campaign, tell
@@ -155,16 +158,37 @@ def _plain(width: int, device: torch.device) -> list[Tensor]:
 
 
 @contextmanager
+def event_waits() -> Generator[list[str]]:
+    """List the places in which the host waits for an event of the device, of which `set_sync_debug_mode` says nothing."""
+    from shoal.device import DeviceEvent
+
+    found, wait = list[str](), DeviceEvent.synchronize
+
+    def counted(event: DeviceEvent) -> None:
+        caller = traceback.extract_stack(limit=2)[0]
+        found.append(f"{Path(caller.filename).name}:{caller.lineno}")
+        wait(event)
+
+    with patch.object(DeviceEvent, "synchronize", counted):
+        yield found
+
+
+@contextmanager
 def _without_waits(device: torch.device, *, forbidden: bool) -> Generator[None]:
     """Have a wait of the host for the device raise, if `forbidden`."""
-    if device.type != "cuda" or not forbidden:
+    if not forbidden:
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with event_waits() as waits:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    if waits:
+        raise RuntimeError(f"the host waited for events of the device in a step: {', '.join(waits)}")
 
 
 def _train(stage: int, tiers: dict[str, Any], width: int) -> list[Tensor]:

@@ -4,8 +4,9 @@
 
 Every system trains the same model with AdamW and clipping, blocks recomputed in backward, at several batches. A row has, for
 each batch: ms a step, tokens a second, the share of the measured matmul peak (mfu), the share of the time in which kernels
-ran (busy), waits of the host and cudaMallocs a step, and GiB reserved. `first-of-8` is rank 0 of 8 on torch's fake process
-group at 7 B: the memory and the host's work of a rank, without messages. `optimizer` is the GB/s of the step alone.
+ran (busy), waits of the host (for the device, and for events) and cudaMallocs a step, and GiB reserved. `first-of-8` is rank
+0 of 8 on torch's fake process group at 7 B: the memory and the host's work of a rank, without messages. `optimizer` is the
+GB/s of the step alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_campaign import Measured, Row, Scale, campaign, tell
-from gpu_facts import GIGA, TERA, matmul, matmul_rate, seconds_of, synchronize
+from gpu_facts import GIGA, TERA, event_waits, matmul, matmul_rate, seconds_of, synchronize
 from gpu_offload import _recomputed  # pyright: ignore[reportPrivateUsage]  the same model
 from torch import Tensor, nn
 from workloads import _example  # pyright: ignore[reportPrivateUsage]
@@ -190,15 +191,17 @@ def _busy(system: System, x: Tensor) -> float:
 
 
 def _waits(system: System, x: Tensor) -> int:
-    """Return how often the host waits for the device in a step."""
-    torch.cuda.set_sync_debug_mode("warn")
+    """Return how often the host waits for the device in a step: for streams and blocking copies, and for events."""
+    if x.is_cuda:
+        torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, event_waits() as events:
             warnings.simplefilter("always")
             system.step(x)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in caught)
+        if x.is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in caught) + len(events)
 
 
 def _row(make: Callable[[Scale], System]) -> Row:

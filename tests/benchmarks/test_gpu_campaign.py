@@ -9,6 +9,8 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import gpu_facts
 import gpu_states
@@ -19,6 +21,7 @@ import torch
 from gpu_campaign import CARRIED, MINUTES, Measured, Row, Scale, missing, share
 from tests.late import build, group
 
+from shoal.device import DeviceEvent
 from shoal.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +139,18 @@ def test_facts_are_told_where_shoal_is_only_on_the_path(monkeypatch: pytest.Monk
 
 def test_the_packages_that_are_carried_are_those_that_shoal_imports() -> None:
     assert {"numpy", "pydantic", "rich", "safetensors"} <= {*CARRIED}
+
+
+@pytest.mark.parametrize("name", ["stages", "steps"])
+def test_a_wait_for_an_event_counts_as_a_wait_of_the_host(name: str) -> None:
+    event: Any = Mock()
+    if name == "stages":
+        with pytest.raises(RuntimeError, match="waited for events"), gpu_facts._without_waits(SMALL.device, forbidden=True):
+            DeviceEvent.synchronize(event)
+    else:
+        system = gpu_steps.System(step=lambda x: DeviceEvent.synchronize(event), flops=1.0, parameters=1)
+        assert gpu_steps._waits(system, torch.zeros(1)) == 1
+    event._event.synchronize.assert_called_once()
 
 
 @pytest.mark.parametrize(("gpu", "host"), [(149e9, 130e9), (84e9, 130e9), (84e9, 20e9), (0.0, 130e9)])
