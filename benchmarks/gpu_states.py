@@ -3,7 +3,8 @@
     python benchmarks/gpu_states.py [--small] [--rows host-all fsdp2-host largest save host-optimizer disk]
 
 ms a step, tokens a second, the share of the matmul peak, GiB reserved on the GPU and held by the process, beside FSDP2's
-CPUOffloadPolicy. `save` saves 1.1 B, and loads it. Every row takes few steps, at one batch; the profiler's are campaign 2's.
+CPUOffloadPolicy. `save` saves 1.1 B, and loads it. Every row takes few steps, at one batch, `largest` at two; the profiler's
+are campaign 2's.
 
 `largest` is a GPT of width 5120 with as many blocks as the GPU and the host hold together at 16 bytes a parameter: `ratio`
 fills both. Its share is that of all their bytes, the host's being the container's. A disk would hold more, but a step would
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 from gpu_campaign import Measured, Row, Scale, campaign, tell
-from gpu_steps import SHAPES, System, _shoal, build, measured  # pyright: ignore[reportPrivateUsage]  the same systems
+from gpu_steps import BLOCK, SHAPES, System, _shoal, build, measured  # pyright: ignore[reportPrivateUsage]  the same systems
 from machine import available, memory
 from torch import Tensor, nn
 
@@ -39,13 +40,15 @@ LARGER = {"2b": (24, 2560, 20)}
 SHAPES.update(LARGER)
 FEW = (8,)
 """Batches of a row whose steps take seconds."""
+RISING = (1, 8)
+"""Of a model that may not fit: the first reports before the second can run out of memory."""
 
 WIDTH, HEADS = 5120, 40
 """Of the largest model."""
 STATE, OFF = 14, 2
 """Bytes a parameter of master, moments and 16-bit gradient, where `ratio` says, and of the weight, on the host."""
-WORKING = 12e9
-"""Bytes of the GPU for gathered blocks, activations and the CUDA context."""
+WORKING = 20e9
+"""Bytes of the GPU that state leaves free; `working` of the largest model of an H200 is 17e9."""
 FULL = 0.95
 """Of what is free, the share that state may take."""
 
@@ -66,6 +69,16 @@ def _row(size: str, *, on_host: float, seconds: float, steps: int, **tiers: Any)
     return Row(run=run, seconds=seconds)
 
 
+def working(blocks: int, batch: int) -> float:
+    """Return the estimated bytes that a step of the largest model takes on the GPU beside its state.
+
+    Saved are the inputs of each block, which is computed again in backward with some 34 bytes an element; three blocks are
+    gathered, and three gradients on their way, at 2 bytes a parameter; 2e9 are the CUDA context's, cuBLAS's and lost.
+    """
+    elements = batch * BLOCK * WIDTH
+    return 2 * elements * blocks + 34 * elements + 2 * 6 * 12 * WIDTH**2 + 2e9
+
+
 def fill(gpu: float, host: float) -> tuple[int, float]:
     """Return the blocks of the largest model that `gpu` and `host` free bytes hold, and its ratio of state on the host."""
     gpu, host = max(0.0, FULL * (gpu - WORKING)), FULL * host
@@ -84,7 +97,7 @@ def largest(scale: Scale) -> Measured:
     system = _shoal(scale, "largest", 3, tiers)
     share = 16 * system.parameters / (whole + memory())
     tell(shown := {"blocks": blocks, "ratio": ratio, "parameters": system.parameters, "of all bytes": share})
-    return {**shown, **measured(scale, system, FEW, 1, warm=1, looks=False), "host GiB": _host_gib()}
+    return {**shown, **measured(scale, system, RISING, 1, warm=1, looks=False), "host GiB": _host_gib()}
 
 
 def disk(scale: Scale) -> Measured:

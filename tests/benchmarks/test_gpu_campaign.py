@@ -153,6 +153,24 @@ def test_a_wait_for_an_event_counts_as_a_wait_of_the_host(name: str) -> None:
     event._event.synchronize.assert_called_once()
 
 
+def test_the_largest_model_tries_the_smaller_batch_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def measured(scale: Scale, system: object, batches: tuple[int, ...], *steps: int, **options: object) -> Measured:
+        asked.append(batches)
+        return {}
+
+    monkeypatch.setattr(gpu_states, "_shoal", lambda *arguments: Mock(parameters=1))
+    monkeypatch.setattr(gpu_states, "measured", measured)
+    gpu_states.largest(SMALL)
+    assert asked == [(1, 8)]
+
+
+def test_the_reserve_of_the_largest_model_holds_its_largest_batch() -> None:
+    blocks, _ = gpu_states.fill(149e9, 130e9)
+    assert gpu_states.working(blocks, max(gpu_states.RISING)) <= gpu_states.WORKING
+
+
 @pytest.mark.parametrize(("gpu", "host"), [(149e9, 130e9), (84e9, 130e9), (84e9, 20e9), (0.0, 130e9)])
 def test_the_largest_model_fills_the_gpu_and_the_host(gpu: float, host: float) -> None:
     states = gpu_states
