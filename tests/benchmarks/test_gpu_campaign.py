@@ -153,6 +153,18 @@ def test_a_wait_for_an_event_counts_as_a_wait_of_the_host(name: str) -> None:
     event._event.synchronize.assert_called_once()
 
 
+def test_a_save_is_of_a_model_that_was_built_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Built(Exception):
+        pass
+
+    def built(scale: Scale, size: str) -> None:
+        raise Built(torch.get_default_device())
+
+    monkeypatch.setattr(gpu_states, "build", built)
+    with pytest.raises(Built, match="meta"):
+        gpu_states.save(Scale(device=torch.device("meta"), small=True, path=""))
+
+
 def test_the_largest_model_tries_the_smaller_batch_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
 
