@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_states.py [--small] [--rows host-all fsdp2-host largest save host-optimizer disk]
 
-ms a step, tokens a second, the share of the matmul peak, GiB reserved on the GPU and held by the process, beside FSDP2's
-CPUOffloadPolicy. `save` saves 1.1 B, and loads it. Every row takes few steps, at one batch, `largest` at two; the profiler's
-are campaign 2's.
+ms a step, tokens a second, the shares of the measured matmul peak (mfu) and of the data sheet's (of sheet), GiB reserved on
+the GPU and held by the process, beside FSDP2's CPUOffloadPolicy. `save` saves 1.1 B, and loads it. Every row takes a few
+steps, at one batch, `largest` at two; the profiler's are campaign 2's.
 
 `largest` is a GPT of width 5120 with as many blocks as the GPU and the host hold together at 16 bytes a parameter: `ratio`
 fills both. Its share is that of all their bytes, the host's being the container's. A disk would hold more, but a step would

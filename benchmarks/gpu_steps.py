@@ -3,10 +3,10 @@
     python benchmarks/gpu_steps.py [--small] [--rows matmul plain stage-0 stage-3 fsdp2 first-of-8-stage-3 ...]
 
 Every system trains the same model with AdamW and clipping, blocks recomputed in backward, at several batches. A row has, for
-each batch: ms a step, tokens a second, the share of the measured matmul peak (mfu), the share of the time in which kernels
-ran (busy), waits of the host (for the device, and for events) and cudaMallocs a step, and GiB reserved. `first-of-8` is rank
-0 of 8 on torch's fake process group at 7 B: the memory and the host's work of a rank, without messages. `optimizer` is the
-GB/s of the step alone.
+each batch: ms a step, tokens a second, the share of the measured matmul peak (mfu) and of the data sheet's (of sheet), the
+share of the time in which kernels ran (busy), waits of the host (for the device, and for events) and cudaMallocs a step, and
+GiB reserved. `first-of-8` is rank 0 of 8 on torch's fake process group at 7 B: the memory and the host's work of a rank,
+without messages. `optimizer` is the GB/s of the step alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ SHAPES = {"tiny": (2, 64, 2), "1.1b": (22, 2048, 16), "7b": (32, 4096, 32)}
 BLOCK, STEPS, WARM = 2048, 5, 2
 BATCHES = (1, 4, 8)
 CLIPPING = 1.0
+SHEET = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+"""Dense bf16 flops per second of NVIDIA's data sheets, by the name that torch gives the device: the SXM modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def _plain(scale: Scale, size: str) -> System:
         nn.utils.clip_grad_norm_(masters, CLIPPING)
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), masters)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(list(model.parameters()), masters)  # pyright: ignore[reportPrivateImportUsage,reportPrivateUsage]
 
     return System(step=step, flops=model.flops(length), parameters=sum(master.numel() for master in masters))
 
@@ -159,12 +161,19 @@ def _steps(scale: Scale, system: System, x: Tensor, peak: float, steps: int, loo
         seconds.append(time.perf_counter() - start)
     mallocs = _mallocs(scale) - mallocs
     median = statistics.median(seconds)
-    found: Measured = {"ms": 1e3 * median, "tokens/s": x.numel() / median,
-                       "mfu": system.flops * x.numel() / median / peak, "mallocs": mallocs / steps}
+    flops = system.flops * x.numel() / median
+    found: Measured = {"ms": 1e3 * median, "tokens/s": x.numel() / median, "mfu": flops / peak, **_of_sheet(scale, flops),
+                       "mallocs": mallocs / steps}
     if scale.device.type == "cuda":
         found |= {"busy": _busy(system, x), "waits": _waits(system, x)} if looks else {}
         found |= {"GiB": torch.cuda.max_memory_reserved() / 2**30}
     return found
+
+
+def _of_sheet(scale: Scale, flops: float) -> Measured:
+    """Return the share of the data sheet's peak that `flops` per second are; nothing where no sheet is known."""
+    name = torch.cuda.get_device_name() if scale.device.type == "cuda" else str(scale.device)
+    return {"of sheet": flops / SHEET[name]} if name in SHEET else {}
 
 
 def _mallocs(scale: Scale) -> int:

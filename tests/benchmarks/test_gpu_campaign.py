@@ -153,6 +153,13 @@ def test_a_wait_for_an_event_counts_as_a_wait_of_the_host(name: str) -> None:
     event._event.synchronize.assert_called_once()
 
 
+def test_mfu_is_told_of_the_data_sheet_too_where_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    on_gpu = Scale(device=torch.device("cuda"), small=True, path="")
+    assert gpu_steps._of_sheet(on_gpu, 494.5e12) == {"of sheet": 0.5}
+    assert gpu_steps._of_sheet(SMALL, 494.5e12) == {}
+
+
 def test_a_save_is_of_a_model_that_was_built_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Built(Exception):
         pass
