@@ -6,7 +6,9 @@ Every system trains the same model with AdamW and clipping, blocks recomputed in
 each batch: ms a step, tokens a second, the share of the measured matmul peak (mfu) and of the data sheet's (of sheet), the
 share of the time in which kernels ran (busy), waits of the host (for the device, and for events) and cudaMallocs a step, and
 GiB reserved. `first-of-8` is rank 0 of 8 on torch's fake process group at 7 B: the memory and the host's work of a rank,
-without messages. `optimizer` is the GB/s of the step alone.
+without messages. `optimizer` is the GB/s of the step alone, `packing` of signs. `attention` and `layer` are times as fast as
+torch's, forward and backward: block-sparse attention at 16,384 tokens beside SDPA, due 0.6 of what the density of its layout
+allows, and an encoder layer beside `nn.TransformerEncoderLayer`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -239,6 +242,67 @@ def optimizer(scale: Scale) -> Measured:
     return {"GB/s": 48 * elements / GIGA / seconds_of(step, scale.device), "peak TFLOP/s": matmul_rate(scale) / TERA}
 
 
+def packing(scale: Scale) -> Measured:
+    """Return the rates at which fp32 elements are packed to signs, with their residual, and unpacked."""
+    from shoal.onebit import pack, packed_bytes, unpack
+
+    elements = 1 << (16 if scale.small else 28)
+    values = torch.randn(elements, device=scale.device)
+    packed = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=scale.device)
+    ways = {"pack": lambda: pack(values, packed), "unpack": lambda: unpack(packed, values)}
+    return {f"{name}, billions/s": elements / GIGA / seconds_of(way, scale.device) for name, way in ways.items()}
+
+
+def attention(scale: Scale) -> Measured:
+    """Return how many times as fast as SDPA block-sparse attention is, forward and backward, in blocks of 64."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from attention import operands, window
+    from shoal.attention import Blocks, attend
+
+    length = 1024 if scale.small else 16384
+    blocks = Blocks.of(window(length // 64), 64)
+    found: Measured = {"tokens": length, "due": 0.6 / blocks.density}
+    for dtype in (torch.bfloat16, torch.float16):
+        *leaves, gradient = (each.detach().to(scale.device, dtype) for each in operands(length))
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+
+        def both(way: Callable[..., Tensor], leaves: list[Tensor] = leaves, gradient: Tensor = gradient) -> float:
+            return seconds_of(lambda: torch.autograd.grad(way(*leaves), leaves, gradient), scale.device)
+
+        dense, sparse = both(scaled_dot_product_attention), both(partial(attend, blocks=blocks))
+        kind = str(dtype).removeprefix("torch.")
+        found |= {f"{kind} SDPA ms": 1e3 * dense, f"{kind} ms": 1e3 * sparse, f"{kind} times": dense / sparse}
+        tell(found)
+    return found
+
+
+def layer(scale: Scale) -> Measured:
+    """Return how many times as fast as torch's encoder layer `TransformerLayer` is in bf16, forward and backward."""
+    from shoal.nn import TransformerConfig, TransformerLayer
+
+    hidden, heads, batch, length = (64, 4, 1, 32) if scale.small else (1024, 16, 16, 512)
+    found: Measured = {}
+    for dropout in (0.0, 0.1):
+        with scale.device:
+            torchs = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout, "gelu", batch_first=True)
+            mine = TransformerLayer(TransformerConfig(
+                hidden_size=hidden, heads=heads, num_hidden_layers=12, attn_dropout_ratio=dropout,
+                hidden_dropout_ratio=dropout, pre_layer_norm=False, normalize_invertible=True, gelu_checkpoint=True))
+        x = torch.randn(batch, length, hidden, device=scale.device, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.randn_like(x)
+
+        def both(module: nn.Module, x: Tensor = x, gradient: Tensor = gradient) -> float:
+            of = [x, *module.to(torch.bfloat16).parameters()]
+            return seconds_of(lambda: torch.autograd.grad(module(x), of, gradient), scale.device)
+
+        dense, own = both(torchs), both(mine)
+        found |= {f"torch ms, dropout {dropout:g}": 1e3 * dense, f"ms, dropout {dropout:g}": 1e3 * own,
+                  f"times, dropout {dropout:g}": dense / own}
+        tell(found)
+    return found
+
+
 ROWS = {
     "matmul": Row(run=matmul, seconds=20), "optimizer": Row(run=optimizer, seconds=20),
     "plain": _row(lambda scale: _plain(scale, "1.1b")),
@@ -247,6 +311,8 @@ ROWS = {
     "fsdp2": _row(lambda scale: _fsdp2(scale, "1.1b")),
     "first-of-8-stage-3": _first_of_8(lambda scale: _shoal(scale, "7b", 3)),
     "first-of-8-fsdp2": _first_of_8(lambda scale: _fsdp2(scale, "7b")),
+    "attention": Row(run=attention, seconds=45), "layer": Row(run=layer, seconds=40),
+    "packing": Row(run=packing, seconds=25),
 }
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def _row(benchmark: str, row: str, path: str) -> Measured:
 @pytest.mark.parametrize(("benchmark", "row", "has"), [
     ("gpu_facts", "copies", "up, pinned GB/s"), ("gpu_facts", "pages", "GB/s"), ("gpu_facts", "stages", "all on disk"),
     ("gpu_steps", "stage-0", "ms x1"), ("gpu_steps", "first-of-8-stage-3", "mfu x1"),
+    ("gpu_steps", "attention", "float16 times"), ("gpu_steps", "layer", "times, dropout 0.1"),
+    ("gpu_steps", "packing", "unpack, billions/s"),
     ("gpu_states", "host-all", "host GiB"), ("gpu_states", "save", "loaded s"), ("gpu_states", "fsdp2-host", "ms x1"),
     ("gpu_states", "largest", "of all bytes"), ("gpu_states", "disk", "ms x1"),
 ])
