@@ -9,6 +9,7 @@
 There: `pip install --no-index --no-deps --find-links FOLDER shoal pydantic ...`, as `--pack` prints it, with `--python` for
 the version of Python there. Each row runs in processes of its own, which end with it, and the JSON is written after each. A
 row tells what it has found so far (`tell`): one that fails, or has no time left, loses only what it has not measured yet.
+Each has a share of the time for itself, and what the rows before it have left of theirs.
 With --small the same code runs in seconds, on the CPU too.
 """
 
@@ -38,9 +39,9 @@ MINUTES = 9.5
 """Of a command; the rest of the ten is for the start."""
 
 CARRIED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "rich", "markdown_it_py", "mdurl",
-           "pygments", "safetensors", "pytest", "pytest_timeout", "packaging", "pluggy", "iniconfig", "hypothesis",
+           "pygments", "safetensors", "numpy", "pytest", "pytest_timeout", "packaging", "pluggy", "iniconfig", "hypothesis",
            "sortedcontainers")
-"""What Shoal and its tests need beside torch."""
+"""What Shoal and its tests need beside torch, which can be installed without numpy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +60,11 @@ _TOLD = "measured: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement: at most `seconds`, in a process of its own; `environment` is set there if it has a GPU."""
+    """One measurement, in a process of its own; `environment` is set there if it has a GPU."""
 
     run: Callable[[Scale], Measured]
-    seconds: float = 120
+    seconds: float
+    """Its share of the campaign's time: what earlier rows leave of theirs is added."""
     environment: Mapping[str, str] | None = None
 
 
@@ -82,12 +84,18 @@ def campaign(benchmark: str, file: str, what: str, rows: Mapping[str, Row]) -> N
     end, found = time.monotonic() + 60 * MINUTES, dict[str, Measured]()
     for name in options.rows:
         left = end - time.monotonic()
-        seconds = left if options.small else min(rows[name].seconds, left)
+        seconds = left if options.small else share(rows, options.rows, name, left)
         found[name] = _child(file, name, rows[name], seconds, options) if left > 5 else {"failure": "no time was left"}
         sys.stderr.write(f"{name}: {_shown(found[name])}\n")
         _publish(benchmark, scale, found, options.out)
     if options.small and any("failure" in row for row in found.values()):
         raise SystemExit(1)
+
+
+def share(rows: Mapping[str, Row], asked: Sequence[str], name: str, left: float) -> float:
+    """Return the seconds of a row of those `asked`: its own share of the `left` ones, and all that is no later row's."""
+    later = sum(rows[other].seconds for other in asked[asked.index(name) + 1:])
+    return min(left, max(rows[name].seconds, left - later))
 
 
 def _options(what: str, rows: Mapping[str, Row]) -> argparse.Namespace:
@@ -132,6 +140,17 @@ def tell(found: Measured) -> None:
 
 
 def _publish(benchmark: str, scale: Scale, found: dict[str, Measured], out: Path | None) -> None:
+    """Write the JSON, with the tables if they can be made: the rows took minutes of a GPU, and go on without them."""
+    out = out or Path(__file__).parents[1] / "out" / "benchmarks" / f"{benchmark}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"benchmark": benchmark, "raw": found}, indent=1, default=str) + "\n")
+    try:
+        _render(benchmark, scale, found, out)
+    except Exception as error:  # whatever a table, the machine's facts or the terminal raise
+        sys.stderr.write(f"{benchmark}: no tables ({type(error).__name__}: {error}); {out} has what was measured\n")
+
+
+def _render(benchmark: str, scale: Scale, found: dict[str, Measured], out: Path) -> None:
     from results import Outcome, Sheet
 
     rows = tuple((name, _shown(measured)) for name, measured in found.items())

@@ -1,34 +1,42 @@
-"""Campaign 1: the speeds of the machine, then whether training on its GPU is right.
+"""Campaign 1: whether training on the GPU is right, then the speeds of the machine.
 
-    python benchmarks/gpu_facts.py [--small] [--rows copies pages matmul cpu-step disk stages races delays tests-one_gpu ...]
+    python benchmarks/gpu_facts.py [--small] [--rows stages races delays tests-one_gpu ... copies pages matmul disk ...]
 
+    stages    steps of each stage and tier beside a plain loop; none may wait for the device (`set_sync_debug_mode("error")`,
+              and no wait for an event, which that does not see)
+    races     the same under torch's sanitizer of streams (`TORCH_CUDA_SANITIZER=1`)
+    delays    the same with random sleeps on every stream
+    tests-..  a file of tests/gpu
+    ranks     a share of the suites of several ranks, beside plain PyTorch; on one GPU ranks share it
     copies    GB/s between host and device, from pinned and from other memory
     pages     GB/s of page-locking
     matmul    TFLOP/s of bf16
     cpu-step  GB/s of the native AdamW step
     disk      GB/s of a file in --path
-    stages    steps of each stage and tier beside a plain loop; none may wait for the device (`set_sync_debug_mode("error")`)
-    races     the same under torch's sanitizer of streams (`TORCH_CUDA_SANITIZER=1`)
-    delays    the same with random sleeps on every stream
-    tests-..  each file of tests/gpu
-    ranks     a share of the suites of several ranks, beside plain PyTorch; on one GPU ranks share it
+    tests-attention, tests-flex    last: flex_attention compiles for some ten seconds a case, so `flex` is each fifth of them
+
+Rows of tests tell the counts and the names of failures after each test. A test has a minute, and ten failures end a row.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from gpu_campaign import Measured, Row, Scale, campaign
+from gpu_campaign import Measured, Row, Scale, campaign, tell
 from torch import Tensor, nn
 
 GIGA, TERA = 1e9, 1e12
@@ -110,7 +118,7 @@ def disk(scale: Scale) -> Measured:
 
     setting = Setting(block_bytes=1 << 20, requests=16)
     size = SMALLEST if scale.small else 8 << 30
-    rows = merged(list(measure(scale.path, [setting], bytes=size, seconds=1 if scale.small else 30)))
+    rows = merged(list(measure(scale.path, [setting], bytes=size, seconds=1 if scale.small else 10)))
     return {"read GB/s": rows[0].read / GIGA, "write GB/s": rows[0].write / GIGA}
 
 
@@ -150,16 +158,37 @@ def _plain(width: int, device: torch.device) -> list[Tensor]:
 
 
 @contextmanager
+def event_waits() -> Generator[list[str]]:
+    """List the places in which the host waits for an event of the device, of which `set_sync_debug_mode` says nothing."""
+    from shoal.device import DeviceEvent
+
+    found, wait = list[str](), DeviceEvent.synchronize
+
+    def counted(event: DeviceEvent) -> None:
+        caller = traceback.extract_stack(limit=2)[0]
+        found.append(f"{Path(caller.filename).name}:{caller.lineno}")
+        wait(event)
+
+    with patch.object(DeviceEvent, "synchronize", counted):
+        yield found
+
+
+@contextmanager
 def _without_waits(device: torch.device, *, forbidden: bool) -> Generator[None]:
     """Have a wait of the host for the device raise, if `forbidden`."""
-    if device.type != "cuda" or not forbidden:
+    if not forbidden:
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with event_waits() as waits:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    if waits:
+        raise RuntimeError(f"the host waited for events of the device in a step: {', '.join(waits)}")
 
 
 def _train(stage: int, tiers: dict[str, Any], width: int) -> list[Tensor]:
@@ -213,25 +242,65 @@ def delays(scale: Scale) -> Measured:
     return stages(scale)
 
 
-def _tests(*paths: str) -> Measured:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *paths], cwd=ROOT,
-                          text=True, capture_output=True, check=False)
-    if done.returncode not in (0, 1):  # 1: a test failed; others: pytest itself did
-        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip().splitlines()[-1:]}")
-    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
-    failures = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+_RESULT = re.compile(r"^(\S*?::.*?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
+_REASON = re.compile(r"^(?:FAILED|ERROR) (.*)$")
+_PYTEST = ("-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "-v", "--tb=short", "--timeout=60", "--maxfail=10",
+           "-W", "default")  # a GPU has warnings of its own, each of which the house's settings would make a failure
+
+
+def _tests(*arguments: str, environment: Mapping[str, str] | None = None) -> Measured:
+    """Run pytest, and tell the counts of results and the failures after each test; return them with pytest's reasons."""
+    counts, failures, reasons, lines = Counter[str](), list[str](), list[str](), list[str]()
+    with subprocess.Popen([sys.executable, "-m", "pytest", *_PYTEST, *arguments], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            if result := _RESULT.match(line):
+                name, outcome = result.groups()
+                counts[outcome.lower()] += 1
+                failures += [name] if outcome in ("FAILED", "ERROR") else []
+                tell(_results(counts, failures))
+            elif reason := _REASON.match(line):
+                reasons.append(reason[1])
+    code = process.returncode
+    if code not in (0, 1):  # 1: a test failed; others: pytest itself did
+        tell({**_results(counts, failures), "output": lines[-100:]})
+        why = [line for line in lines if line.startswith("E ")] or lines[-1:]
+        raise RuntimeError(f"pytest ended with {code}: {why[:1]}")
+    return {**_results(counts, reasons or failures), **({"output": lines[-200:]} if failures else {})}
+
+
+def _results(counts: Mapping[str, int], failures: list[str]) -> Measured:
     return {**counts, **({"first": failures[0]} if failures else {}), "all": failures}
 
 
+def _ranks(scale: Scale) -> Measured:
+    """Return the results of each 24th test of several ranks; they share the GPU where there is one."""
+    shared = {"SHOAL_TEST_DEVICE": "cuda"} if scale.device.type == "cuda" else {}
+    return _tests("tests/zero/test_parity.py", "tests/pipeline", "tests/tensor_parallel",
+                  environment={"SHOAL_TEST_SHARE": "240" if scale.small else "24", "SHOAL_TEST_TIMEOUT": "50", **shared})
+
+
+def _file(name: str, seconds: float) -> Row:
+    return Row(run=lambda scale: _tests(f"tests/gpu/test_{name}.py"), seconds=seconds)
+
+
+_ATTENTION = "tests/gpu/test_attention.py"
+
 ROWS = {
-    "copies": Row(run=copies), "pages": Row(run=pages), "matmul": Row(run=matmul), "cpu-step": Row(run=cpu_step),
-    "disk": Row(run=disk), "stages": Row(run=stages),
-    "races": Row(run=stages, environment={"TORCH_CUDA_SANITIZER": "1"}), "delays": Row(run=delays),
-    **{f"tests-{file.stem.removeprefix('test_')}": Row(run=lambda scale, file=file: _tests(str(file)), seconds=200)
-       for file in sorted(ROOT.glob("tests/gpu/test_*.py"))},
-    "ranks": Row(run=lambda scale: _tests("tests/zero/test_parity.py", "tests/pipeline", "tests/tensor_parallel"),
-                 seconds=200, environment={"SHOAL_TEST_DEVICE": "cuda", "SHOAL_TEST_SHARE": "24"}),
+    "stages": Row(run=stages, seconds=70), "races": Row(run=stages, seconds=60, environment={"TORCH_CUDA_SANITIZER": "1"}),
+    "delays": Row(run=delays, seconds=35),
+    "tests-one_gpu": _file("one_gpu", 35), "tests-offload": _file("offload", 45), "ranks": Row(run=_ranks, seconds=95),
+    "tests-streams": _file("streams", 20), "tests-channel": _file("channel", 20), "tests-onebit": _file("onebit", 25),
+    "tests-recording": _file("recording", 15),
+    "copies": Row(run=copies, seconds=12), "pages": Row(run=pages, seconds=15), "matmul": Row(run=matmul, seconds=12),
+    "cpu-step": Row(run=cpu_step, seconds=15), "disk": Row(run=disk, seconds=30),
+    "tests-attention": Row(run=lambda scale: _tests(_ATTENTION, "-k", "not flex"), seconds=35),
+    "tests-flex": Row(run=lambda scale: _tests(_ATTENTION, "-k", "flex", environment={"SHOAL_TEST_SHARE": "5"}), seconds=30),
 }
+"""In the order of what is due: the last rows have what the others leave."""
 
 if __name__ == "__main__":
     campaign("gpu-facts", __file__, __doc__ or "", ROWS)

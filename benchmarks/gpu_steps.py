@@ -3,9 +3,12 @@
     python benchmarks/gpu_steps.py [--small] [--rows matmul plain stage-0 stage-3 fsdp2 first-of-8-stage-3 ...]
 
 Every system trains the same model with AdamW and clipping, blocks recomputed in backward, at several batches. A row has, for
-each batch: ms a step, tokens a second, the share of the measured matmul peak (mfu), the share of the time in which kernels
-ran (busy), waits of the host and cudaMallocs a step, and GiB reserved. `first-of-8` is rank 0 of 8 on torch's fake process
-group at 7 B: the memory and the host's work of a rank, without messages. `optimizer` is the GB/s of the step alone.
+each batch: ms a step, tokens a second, the share of the measured matmul peak (mfu) and of the data sheet's (of sheet), the
+share of the time in which kernels ran (busy), waits of the host (for the device, and for events) and cudaMallocs a step, and
+GiB reserved. `first-of-8` is rank 0 of 8 on torch's fake process group at 7 B: the memory and the host's work of a rank,
+without messages. `optimizer` is the GB/s of the step alone, `packing` of signs. `attention` and `layer` are times as fast as
+torch's, forward and backward: block-sparse attention at 16,384 tokens beside SDPA, due 0.6 of what the density of its layout
+allows, and an encoder layer beside `nn.TransformerEncoderLayer`.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpu_campaign import Measured, Row, Scale, campaign, tell
-from gpu_facts import GIGA, TERA, matmul, matmul_rate, seconds_of, synchronize
+from gpu_facts import GIGA, TERA, event_waits, matmul, matmul_rate, seconds_of, synchronize
 from gpu_offload import _recomputed  # pyright: ignore[reportPrivateUsage]  the same model
 from torch import Tensor, nn
 from workloads import _example  # pyright: ignore[reportPrivateUsage]
@@ -30,6 +34,8 @@ SHAPES = {"tiny": (2, 64, 2), "1.1b": (22, 2048, 16), "7b": (32, 4096, 32)}
 BLOCK, STEPS, WARM = 2048, 5, 2
 BATCHES = (1, 4, 8)
 CLIPPING = 1.0
+SHEET = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+"""Dense bf16 flops per second of NVIDIA's data sheets, by the name that torch gives the device: the SXM modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +69,7 @@ def _plain(scale: Scale, size: str) -> System:
         nn.utils.clip_grad_norm_(masters, CLIPPING)
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), masters)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(list(model.parameters()), masters)  # pyright: ignore[reportPrivateImportUsage,reportPrivateUsage]
 
     return System(step=step, flops=model.flops(length), parameters=sum(master.numel() for master in masters))
 
@@ -158,12 +164,19 @@ def _steps(scale: Scale, system: System, x: Tensor, peak: float, steps: int, loo
         seconds.append(time.perf_counter() - start)
     mallocs = _mallocs(scale) - mallocs
     median = statistics.median(seconds)
-    found: Measured = {"ms": 1e3 * median, "tokens/s": x.numel() / median,
-                       "mfu": system.flops * x.numel() / median / peak, "mallocs": mallocs / steps}
+    flops = system.flops * x.numel() / median
+    found: Measured = {"ms": 1e3 * median, "tokens/s": x.numel() / median, "mfu": flops / peak, **_of_sheet(scale, flops),
+                       "mallocs": mallocs / steps}
     if scale.device.type == "cuda":
         found |= {"busy": _busy(system, x), "waits": _waits(system, x)} if looks else {}
         found |= {"GiB": torch.cuda.max_memory_reserved() / 2**30}
     return found
+
+
+def _of_sheet(scale: Scale, flops: float) -> Measured:
+    """Return the share of the data sheet's peak that `flops` per second are; nothing where no sheet is known."""
+    name = torch.cuda.get_device_name() if scale.device.type == "cuda" else str(scale.device)
+    return {"of sheet": flops / SHEET[name]} if name in SHEET else {}
 
 
 def _mallocs(scale: Scale) -> int:
@@ -190,26 +203,28 @@ def _busy(system: System, x: Tensor) -> float:
 
 
 def _waits(system: System, x: Tensor) -> int:
-    """Return how often the host waits for the device in a step."""
-    torch.cuda.set_sync_debug_mode("warn")
+    """Return how often the host waits for the device in a step: for streams and blocking copies, and for events."""
+    if x.is_cuda:
+        torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, event_waits() as events:
             warnings.simplefilter("always")
             system.step(x)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in caught)
+        if x.is_cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in caught) + len(events)
 
 
 def _row(make: Callable[[Scale], System]) -> Row:
-    return Row(run=lambda scale: measured(scale, make(scale)), seconds=110)
+    return Row(run=lambda scale: measured(scale, make(scale)), seconds=65)
 
 
 def _first_of_8(make: Callable[[Scale], System]) -> Row:
     def run(scale: Scale) -> Measured:
         _fake()
         return measured(scale, make(scale))
-    return Row(run=run, seconds=110)
+    return Row(run=run, seconds=75)
 
 
 def optimizer(scale: Scale) -> Measured:
@@ -227,14 +242,77 @@ def optimizer(scale: Scale) -> Measured:
     return {"GB/s": 48 * elements / GIGA / seconds_of(step, scale.device), "peak TFLOP/s": matmul_rate(scale) / TERA}
 
 
+def packing(scale: Scale) -> Measured:
+    """Return the rates at which fp32 elements are packed to signs, with their residual, and unpacked."""
+    from shoal.onebit import pack, packed_bytes, unpack
+
+    elements = 1 << (16 if scale.small else 28)
+    values = torch.randn(elements, device=scale.device)
+    packed = torch.empty(packed_bytes(elements), dtype=torch.uint8, device=scale.device)
+    ways = {"pack": lambda: pack(values, packed), "unpack": lambda: unpack(packed, values)}
+    return {f"{name}, billions/s": elements / GIGA / seconds_of(way, scale.device) for name, way in ways.items()}
+
+
+def attention(scale: Scale) -> Measured:
+    """Return how many times as fast as SDPA block-sparse attention is, forward and backward, in blocks of 64."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from attention import operands, window
+    from shoal.attention import Blocks, attend
+
+    length = 1024 if scale.small else 16384
+    blocks = Blocks.of(window(length // 64), 64)
+    found: Measured = {"tokens": length, "due": 0.6 / blocks.density}
+    for dtype in (torch.bfloat16, torch.float16):
+        *leaves, gradient = (each.detach().to(scale.device, dtype) for each in operands(length))
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+
+        def both(way: Callable[..., Tensor], leaves: list[Tensor] = leaves, gradient: Tensor = gradient) -> float:
+            return seconds_of(lambda: torch.autograd.grad(way(*leaves), leaves, gradient), scale.device)
+
+        dense, sparse = both(scaled_dot_product_attention), both(partial(attend, blocks=blocks))
+        kind = str(dtype).removeprefix("torch.")
+        found |= {f"{kind} SDPA ms": 1e3 * dense, f"{kind} ms": 1e3 * sparse, f"{kind} times": dense / sparse}
+        tell(found)
+    return found
+
+
+def layer(scale: Scale) -> Measured:
+    """Return how many times as fast as torch's encoder layer `TransformerLayer` is in bf16, forward and backward."""
+    from shoal.nn import TransformerConfig, TransformerLayer
+
+    hidden, heads, batch, length = (64, 4, 1, 32) if scale.small else (1024, 16, 16, 512)
+    found: Measured = {}
+    for dropout in (0.0, 0.1):
+        with scale.device:
+            torchs = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout, "gelu", batch_first=True)
+            mine = TransformerLayer(TransformerConfig(
+                hidden_size=hidden, heads=heads, num_hidden_layers=12, attn_dropout_ratio=dropout,
+                hidden_dropout_ratio=dropout, pre_layer_norm=False, normalize_invertible=True, gelu_checkpoint=True))
+        x = torch.randn(batch, length, hidden, device=scale.device, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.randn_like(x)
+
+        def both(module: nn.Module, x: Tensor = x, gradient: Tensor = gradient) -> float:
+            of = [x, *module.to(torch.bfloat16).parameters()]
+            return seconds_of(lambda: torch.autograd.grad(module(x), of, gradient), scale.device)
+
+        dense, own = both(torchs), both(mine)
+        found |= {f"torch ms, dropout {dropout:g}": 1e3 * dense, f"ms, dropout {dropout:g}": 1e3 * own,
+                  f"times, dropout {dropout:g}": dense / own}
+        tell(found)
+    return found
+
+
 ROWS = {
-    "matmul": Row(run=matmul), "optimizer": Row(run=optimizer),
+    "matmul": Row(run=matmul, seconds=20), "optimizer": Row(run=optimizer, seconds=20),
     "plain": _row(lambda scale: _plain(scale, "1.1b")),
     "stage-0": _row(lambda scale: _shoal(scale, "1.1b", 0)),
     "stage-3": _row(lambda scale: _shoal(scale, "1.1b", 3)),
     "fsdp2": _row(lambda scale: _fsdp2(scale, "1.1b")),
     "first-of-8-stage-3": _first_of_8(lambda scale: _shoal(scale, "7b", 3)),
     "first-of-8-fsdp2": _first_of_8(lambda scale: _fsdp2(scale, "7b")),
+    "attention": Row(run=attention, seconds=45), "layer": Row(run=layer, seconds=40),
+    "packing": Row(run=packing, seconds=25),
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cache
 from importlib import metadata
@@ -37,17 +38,35 @@ def _unlock_extensions() -> None:
 def facts() -> dict[str, str]:
     """Return processor, cores, memory, system, load, versions, commit and date, ready for JSON."""
     return {"date": date.today().isoformat(), "processor": _processor(), "cores": str(len(os.sched_getaffinity(0))),
-            "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+            "memory": f"{memory() / 2**30:.0f} GiB",
             "system": f"{platform.system()} {platform.release().partition('-')[0]}", "python": platform.python_version(),
             "load": f"{BEFORE:.1f} before the run, {os.getloadavg()[0]:.1f} at its end",
-            "torch": metadata.version("torch"), "shoal": metadata.version("shoal"), "deepspeed": _deepspeed(),
+            "torch": _version("torch"), "shoal": _version("shoal"), "deepspeed": _deepspeed(),
             "commit": _commit()}
 
 
+def memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of memory of the machine, or of the container in which this runs where that may use fewer."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups v2 and v1
+        with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+            limits.append(int((groups / file).read_text()))
+    return min(limits)
+
+
 def available() -> int:
-    """Return the bytes of memory that can be used without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    """Return the bytes of memory that this process can still allocate; its container would kill it for more."""
+    from shoal.tier.memory_left import memory_left  # the peers' environment has no Shoal
+
+    return memory() if (left := memory_left()) is None else left
+
+
+def _version(package: str) -> str:
+    """Return the version of a package; one that is only on PYTHONPATH has no metadata."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:

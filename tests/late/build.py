@@ -26,6 +26,7 @@ _FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI=
 _INCLUDES = (_TORCH / "include", _TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
 _LIBRARIES = {"liblate.so": ("timeline", "memory", "guard", "twins", "shapes", "operators"), "late_group.so": ("group",),
               "staged_group.so": ("staged",)}
+"""Their sources; `late_group.so` links to `liblate.so`, which comes first."""
 
 
 class NoCompiler(Exception):
@@ -33,8 +34,11 @@ class NoCompiler(Exception):
 
 
 @cache
-def build() -> Path:
-    """Compile what has changed and return the folder of the libraries. Processes that build at once wait for each other."""
+def build(*libraries: str) -> Path:
+    """Compile what has changed of `libraries` (default: all) and return their folder; CUDA needs `staged_group.so` alone.
+
+    Processes that build at once wait for each other.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise NoCompiler("the late device needs a C++ compiler: install g++, or set CXX")
@@ -42,9 +46,9 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for library, names in _LIBRARIES.items():
+        for library in libraries or _LIBRARIES:
             if not (folder / library).exists():
-                _link(compiler, folder / library, [_compiled(compiler, folder, name) for name in names])
+                _link(compiler, folder / library, [_compiled(compiler, folder, name) for name in _LIBRARIES[library]])
     return folder
 
 

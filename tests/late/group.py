@@ -39,7 +39,8 @@ def register_staged(kind: str) -> None:
 
 @cache
 def _native(library: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(library, build() / f"{library}.so")
+    file = f"{library}.so"
+    spec = importlib.util.spec_from_file_location(library, build(file) / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
