@@ -52,6 +52,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("fe80::1 slots=2\n", "line 1: fe80::1 is no name of a host; it has letters, digits, _ . - and +"),
     ("a[0-1] slots=2\n", "line 1: a[0-1] is no name of a host"),
     ("a slots=100000\n", "line 1: a has 100000 slots; choose at most 4096"),
+    ("a slots=99999999999\n", "line 1: a has slots=999999999...; choose at most 4096"),
+    (f"a slots={'9' * 5000}\n", "line 1: a has slots=999999999...; choose at most 4096"),
     ("-oProxyCommand=x slots=2\n", "line 1: -oProxyCommand=x is no name of a host"),
     ("# none\n", "Hostfile is empty; write lines of `NAME slots=N`"),
 ])  # fmt: skip
