@@ -30,7 +30,7 @@ from shoal.launch.meeting import ClusterRendezvous
 from shoal.launch.protocol import Exited, Hello, HostProblem
 from shoal.launch.selection import Selection
 from shoal.launch.start_errors import explain
-from shoal.launch.starting import Closed, ErrorLine, HostEvent, Starter
+from shoal.launch.starting import Closed, Ended, ErrorLine, HostEvent, Starter
 from shoal.launch.streams import RankStreams
 
 PLAN = LaunchPlan(kind="script", target="x.py", args=(), ranks=1, nodes=(1, 1), rendezvous=None, hosts_rendezvous=None,
@@ -297,6 +297,45 @@ def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -
     with pytest.raises(LaunchError, match=r"^bb: no such host; correct the name.*\(ssh: Could not .*\)$"), Cluster(
             starter, job, "mpich"):
         pass
+
+
+def starting_cluster(launcher: str, names: list[str], folder: Path, lines: list[str], *, started: dict[int, str],
+                     ends: bool) -> Cluster:
+    """Return the cluster of a job whose launcher says these lines; then the `started` hosts introduce themselves."""
+    job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in names), environment={},
+                     folder=str(folder), plan=PLAN, least=len(names), quiet=20.0)
+    starter = Starter(LAUNCHERS[launcher], [], {}, None)
+    events: list[HostEvent] = [HostEvent(node=None, message=ErrorLine(text=line)) for line in lines]
+    events += [HostEvent(node=node, message=Hello(node=node, host=name, pid=1, facts=asdict(facts.gather(str(folder)))))
+               for node, name in started.items()]
+    for event in events + [HostEvent(node=None, message=Ended())] * ends:
+        starter.events.put(event)
+    return Cluster(starter, job, launcher)
+
+
+OPEN_MPI = ["-" * 74, "mpirun.openmpi was unable to launch the specified application as it could not access",
+            "or execute an executable:", "Executable: /x/python", "Node: node1", "while attempting to start process rank 1.",
+            "-" * 74]
+NO_PYTHON = "it has no such Python; install the same environment at the same path there"
+STEPD = "slurmstepd-node1: error: execve(): /x/python: No such file or directory"
+
+
+@pytest.mark.parametrize(("launcher", "names", "lines", "started", "message"), [
+    ("openmpi", ["node0", "node1", "node10"], OPEN_MPI, {}, f"node1: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
+    ("openmpi", ["node0", "node1.net"], OPEN_MPI[:-1], {}, f"node1.net: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
+    ("slurm", ["node0", "node1"], [STEPD], {}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["", ""], [STEPD], {}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["", ""], [STEPD], {1: "node0"}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["node0", "node1"], [STEPD], {0: "node0"}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("mpich", ["a", "b", "c", "d"], [], {}, "a, b and 2 more: mpich ended before it started"),
+])  # fmt: skip
+def test_what_a_launcher_says_names_the_host_at_fault_alone(
+        tmp_path: Path, launcher: str, names: list[str], lines: list[str], started: dict[int, str], message: str) -> None:
+    """Where other hosts have started, the launcher goes on."""
+    with pytest.raises(LaunchError) as refused, starting_cluster(launcher, names, tmp_path, lines, started=started,
+                                                                 ends=not started):
+        pass
+    assert str(refused.value) == message
 
 
 def test_the_address_of_the_store_is_that_of_the_first_host_alone(tmp_path: Path) -> None:
