@@ -317,6 +317,8 @@ OPEN_MPI = ["-" * 74, "mpirun.openmpi was unable to launch the specified applica
             "or execute an executable:", "Executable: /x/python", "Node: node1", "while attempting to start process rank 1.",
             "-" * 74]
 NO_PYTHON = "it has no such Python; install the same environment at the same path there"
+EXPIRED = ["srun: error: Unable to confirm allocation for job 99: Invalid job id specified",
+           "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 99"]
 STEPD = "slurmstepd-node1: error: execve(): /x/python: No such file or directory"
 
 
@@ -327,6 +329,8 @@ STEPD = "slurmstepd-node1: error: execve(): /x/python: No such file or directory
     ("slurm", ["", ""], [STEPD], {}, f"node1: {NO_PYTHON} ({STEPD})"),
     ("slurm", ["", ""], [STEPD], {1: "node0"}, f"node1: {NO_PYTHON} ({STEPD})"),
     ("slurm", ["node0", "node1"], [STEPD], {0: "node0"}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["a", "b"], EXPIRED, {}, "a and b: SLURM_JOB_ID names a job that is over; unset SLURM_JOB_ID, or start within "
+     f"a job that runs ({EXPIRED[1]})"),
     ("mpich", ["a", "b", "c", "d"], [], {}, "a, b and 2 more: mpich ended before it started"),
 ])  # fmt: skip
 def test_what_a_launcher_says_names_the_host_at_fault_alone(

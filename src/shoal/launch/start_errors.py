@@ -21,6 +21,8 @@ COMPLAINTS: tuple[tuple[str, str], ...] = (
      "it has no such Python; install the same environment at the same path there"),
     (r"Could not establish a configuration source|Unable to contact slurm controller",
      "no Slurm answers; start on a machine of its cluster, or set SLURM_CONF"),
+    (r"Check SLURM_JOB_ID environment variable",
+     "SLURM_JOB_ID names a job that is over; unset SLURM_JOB_ID, or start within a job that runs"),
     (r"can't open file .*bootstrap\.py", "Shoal is not installed at the same path there; install it as here"),
     (r"No module named '?shoal", "this Python has no Shoal there; install it as here"),
     (r"(?:^|: )shoal: \S+: (?P<said>.*)", ""),
