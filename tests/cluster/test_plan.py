@@ -326,6 +326,8 @@ STEPD = "slurmstepd-node1: error: execve(): /x/python: No such file or directory
 
 @pytest.mark.parametrize(("launcher", "names", "lines", "started", "message"), [
     ("openmpi", ["node0", "node1", "node10"], OPEN_MPI, {}, f"node1: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
+    ("openmpi", ["node0", "node1"], ["[node0:01083] plm:rsh: Warning: setpgid(1089,1089) failed", *OPEN_MPI], {},
+     f"node1: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
     ("openmpi", ["node0", "node1.net"], OPEN_MPI[:-1], {}, f"node1.net: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
     ("slurm", ["node0", "node1"], [STEPD], {}, f"node1: {NO_PYTHON} ({STEPD})"),
     ("slurm", ["", ""], [STEPD], {}, f"node1: {NO_PYTHON} ({STEPD})"),

@@ -224,9 +224,8 @@ class Cluster:
         blamed = any(node.facts is None and node.lost for node in self.nodes)
         ended = f"{self._launcher} ended before it started"
         for node in self._awaited:
-            reason = self._own_reason(node)
-            node.cut_short = blamed and not reason
-            node.lost = reason or (ended if blamed else explain(self._said) or ended)
+            node.cut_short = blamed  # what the launcher says of it is no failure, else it would be lost
+            node.lost = ended if blamed else self._reason(node) or ended
 
     def _lose_unnumbered(self) -> None:
         """Lose as many hosts as Slurm chose and cannot start: any of those that are awaited, for none has a number yet."""
