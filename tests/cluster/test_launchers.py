@@ -15,6 +15,8 @@ import pytest
 LAUNCHERS = ["ssh", "pdsh", "openmpi", "mpich", "slurm"]
 SHOAL = [sys.executable, "-m", "shoal"]
 SECONDS = 300.0
+SOON = 90.0
+"""Less than hosts have to start: an error is not waited for."""
 TOKEN = "SHOAL_TEST_TOKEN"
 
 ALL_REDUCE = """
@@ -267,6 +269,20 @@ def test_a_host_that_refuses_is_named_with_the_remedy(machines, script, options,
     done = machines.execute(0, command, seconds=SECONDS)
     assert done.returncode == 2
     assert f"shoal run: {message}" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, indirect=True)
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_a_host_without_this_python_is_named_alone(machines, launcher, script, lacking):
+    """Each launcher tells of it in its own words, and srun goes on with the other hosts."""
+    machines.execute(lacking, ["sh", "-c", f"mkdir -p /run/empty && mount --bind /run/empty {Path(sys.prefix).resolve()}"])
+    try:
+        done = machines.execute(0, words(machines, launcher, script(FAILS)), env=variables(machines), seconds=SOON)
+    finally:
+        machines.execute(lacking, ["umount", Path(sys.prefix).resolve()])
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"shoal run: node{lacking}: it has no such Python; install the same ")
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_folder_that_a_host_lacks_is_named(machines, script, tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,7 +19,7 @@ from shoal.cluster import hostfile
 from shoal.cluster.hostfile import Host
 from shoal.cluster.launchers import LAUNCHERS, Start, find, refuse_nested
 from shoal.errors import HostsError, LaunchError
-from shoal.launch import check_cluster, facts
+from shoal.launch import check_cluster, facts, meeting
 from shoal.launch.addresses import own_addresses
 from shoal.launch.cli import main
 from shoal.launch.cluster import Cluster, Node, run_job
@@ -27,10 +29,10 @@ from shoal.launch.job import ClusterJob
 from shoal.launch.launch_plan import LaunchPlan
 from shoal.launch.links import HostLinks
 from shoal.launch.meeting import ClusterRendezvous
-from shoal.launch.protocol import Exited, Hello, HostProblem
+from shoal.launch.protocol import Begin, Exited, Hello, HostProblem
 from shoal.launch.selection import Selection
 from shoal.launch.start_errors import explain
-from shoal.launch.starting import Closed, ErrorLine, HostEvent, Starter
+from shoal.launch.starting import Closed, Ended, ErrorLine, HostEvent, Starter
 from shoal.launch.streams import RankStreams
 
 PLAN = LaunchPlan(kind="script", target="x.py", args=(), ranks=1, nodes=(1, 1), rendezvous=None, hosts_rendezvous=None,
@@ -52,6 +54,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("fe80::1 slots=2\n", "line 1: fe80::1 is no name of a host; it has letters, digits, _ . - and +"),
     ("a[0-1] slots=2\n", "line 1: a[0-1] is no name of a host"),
     ("a slots=100000\n", "line 1: a has 100000 slots; choose at most 4096"),
+    ("a slots=99999999999\n", "line 1: a has slots=999999999...; choose at most 4096"),
+    (f"a slots={'9' * 5000}\n", "line 1: a has slots=999999999...; choose at most 4096"),
     ("-oProxyCommand=x slots=2\n", "line 1: -oProxyCommand=x is no name of a host"),
     ("# none\n", "Hostfile is empty; write lines of `NAME slots=N`"),
 ])  # fmt: skip
@@ -297,12 +301,118 @@ def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -
         pass
 
 
-def test_the_address_of_the_store_is_that_of_the_first_host_alone(tmp_path: Path) -> None:
+def starting_cluster(launcher: str, names: list[str], folder: Path, lines: list[str], *, started: dict[int, str],
+                     ends: bool) -> Cluster:
+    """Return the cluster of a job whose launcher says these lines; then the `started` hosts introduce themselves."""
+    job = ClusterJob(secret="s", hosts=tuple(Host(name=name, slots=(0,)) for name in names), environment={},
+                     folder=str(folder), plan=PLAN, least=len(names), quiet=20.0)
+    starter = Starter(LAUNCHERS[launcher], [], {}, None)
+    events: list[HostEvent] = [HostEvent(node=None, message=ErrorLine(text=line)) for line in lines]
+    events += [HostEvent(node=node, message=Hello(node=node, host=name, pid=1, facts=asdict(facts.gather(str(folder)))))
+               for node, name in started.items()]
+    for event in events + [HostEvent(node=None, message=Ended())] * ends:
+        starter.events.put(event)
+    return Cluster(starter, job, launcher)
+
+
+OPEN_MPI = ["-" * 74, "mpirun.openmpi was unable to launch the specified application as it could not access",
+            "or execute an executable:", "Executable: /x/python", "Node: node1", "while attempting to start process rank 1.",
+            "-" * 74]
+NO_PYTHON = "it has no such Python; install the same environment at the same path there"
+EXPIRED = ["srun: error: Unable to confirm allocation for job 99: Invalid job id specified",
+           "srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 99"]
+STEPD = "slurmstepd-node1: error: execve(): /x/python: No such file or directory"
+
+
+@pytest.mark.parametrize(("launcher", "names", "lines", "started", "message"), [
+    ("openmpi", ["node0", "node1", "node10"], OPEN_MPI, {}, f"node1: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
+    ("openmpi", ["node0", "node1"], ["[node0:01083] plm:rsh: Warning: setpgid(1089,1089) failed", *OPEN_MPI], {},
+     f"node1: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
+    ("openmpi", ["node0", "node1.net"], OPEN_MPI[:-1], {}, f"node1.net: {NO_PYTHON} ({' '.join(OPEN_MPI[1:-1])})"),
+    ("slurm", ["node0", "node1"], [STEPD], {}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["", ""], [STEPD], {}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["", ""], [STEPD], {1: "node0"}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["node0", "node1"], [STEPD], {0: "node0"}, f"node1: {NO_PYTHON} ({STEPD})"),
+    ("slurm", ["a", "b"], EXPIRED, {}, "a and b: SLURM_JOB_ID names a job that is over; unset SLURM_JOB_ID, or start within "
+     f"a job that runs ({EXPIRED[1]})"),
+    ("mpich", ["a", "b", "c", "d"], [], {}, "a, b and 2 more: mpich ended before it started"),
+])  # fmt: skip
+def test_what_a_launcher_says_names_the_host_at_fault_alone(
+        tmp_path: Path, launcher: str, names: list[str], lines: list[str], started: dict[int, str], message: str) -> None:
+    """Where other hosts have started, the launcher goes on."""
+    with pytest.raises(LaunchError) as refused, starting_cluster(launcher, names, tmp_path, lines, started=started,
+                                                                 ends=not started):
+        pass
+    assert str(refused.value) == message
+
+
+@contextmanager
+def meeting_host(folder: Path, node: int, endpoint: str | None) -> Generator[tuple[ClusterRendezvous, list[str]]]:
+    """Give the rendezvous of a host of a job on a and b, and what it tells the user."""
     job = ClusterJob(secret="s", hosts=(Host(name="a", slots=(0,)), Host(name="b", slots=(0,))), environment={},
-                     folder=str(tmp_path), plan=None, least=1, quiet=20.0)
+                     folder=str(folder), plan=None, least=1, quiet=20.0)
+    told: list[str] = []
     with HostLinks(20.0, lambda message: None) as links:
-        assert ClusterRendezvous(job, 0, "10.9.8.7:0", links).serve().addresses == ["10.9.8.7"]
-        assert ClusterRendezvous(job, 1, "10.9.8.7:0", links).serve().addresses == own_addresses(), "the first host is lost"
+        yield ClusterRendezvous(job, node, endpoint, links, tell=told.append), told
+
+
+def test_the_address_of_the_store_is_that_of_the_first_host_alone(tmp_path: Path) -> None:
+    with meeting_host(tmp_path, 0, "10.9.8.7:0") as (first, _), meeting_host(tmp_path, 1, "10.9.8.7:0") as (second, _):
+        assert first.serve().addresses == ["10.9.8.7"]
+        assert second.serve().addresses == own_addresses(), "the first host is lost"
+
+
+def test_a_rendezvous_without_an_address_is_refused(tmp_path: Path) -> None:
+    with meeting_host(tmp_path, 0, "nope.invalid:0") as (host, _), pytest.raises(
+            LaunchError, match=f"^--rendezvous: the name nope.invalid has no address on {socket.gethostname()}; correct"):
+        host.serve()
+
+
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEET", 0.5)
+    monkeypatch.setattr(meeting, "WORD", 0.0)
+
+
+@pytest.mark.usefixtures("short_wait")
+def test_a_host_that_does_not_reach_the_store_says_so_and_gives_up(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A LaunchError is a RuntimeError, which means a lost store: it was taken for one, and the job hung."""
+    def connect(addresses: list[str], port: int, seconds: float) -> None:
+        time.sleep(meeting.LOOK)
+
+    monkeypatch.setattr(meeting, "connect", connect)
+    said = "cannot reach a at 1.2.3.4, port 7; let hosts connect to each other, or give --rendezvous HOST:PORT"
+    with meeting_host(tmp_path, 1, None) as (host, told):
+        host.begin(Begin(attempt=1, hosts=[0, 1], port=7, addresses=["1.2.3.4"]))
+        with pytest.raises(LaunchError, match=f"^{said}"):
+            host.next_rendezvous()
+    assert told[0].startswith("waiting, for at most ")
+    assert said in told[0]
+    assert len(told) < 10, "it tells rarely"
+
+
+@pytest.mark.usefixtures("short_wait")
+def test_hosts_that_do_not_come_to_the_store_are_named(tmp_path: Path) -> None:
+    with meeting_host(tmp_path, 0, None) as (host, told):
+        port = host.serve().port
+        host.begin(Begin(attempt=3, hosts=[0, 1], port=port, addresses=["127.0.0.1"]))
+        with pytest.raises(LaunchError, match=f"^b did not come to a at 127.0.0.1, port {port}, to run attempt 3$"):
+            host.next_rendezvous()
+    assert told[0].endswith(f"s more: b did not come to a at 127.0.0.1, port {port}, to run attempt 3")
+
+
+@pytest.mark.usefixtures("short_wait")
+def test_what_listens_at_the_address_and_is_no_store_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_store(*words: object, **more: object) -> None:
+        raise RuntimeError("failed handshake")
+
+    monkeypatch.setattr(meeting, "TCPStore", no_store)
+    with meeting_host(tmp_path, 1, None) as (host, _), socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        host.begin(Begin(attempt=1, hosts=[0, 1], port=port, addresses=["127.0.0.1"]))
+        with pytest.raises(LaunchError, match=f"^a at 127.0.0.1, port {port}: the store is lost: failed handshake; is"):
+            host.next_rendezvous()
 
 
 def test_a_job_is_the_same_after_its_travel() -> None:

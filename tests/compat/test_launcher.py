@@ -168,6 +168,20 @@ def test_an_option_without_effect_is_named(monkeypatch, caplog, words: str, need
 
 
 @pytest.mark.parametrize(("words", "warns"), [
+    ("-i 192.0.2.1", True), ("-i 192.0.2.1 --force_multi", False), ("-i 192.0.2.1 --no_ssh --node_rank 0", False),
+    ("-i 127.0.0.1", False), ("-i nope.invalid", False), (f"-i {socket.gethostname()}", False),
+])  # fmt: skip
+def test_a_job_whose_only_host_is_another_machine_warns(
+        monkeypatch, caplog, tmp_path: Path, words: str, warns: bool) -> None:
+    hosts = ("192.0.2.1", "127.0.0.1", "nope.invalid", socket.gethostname())
+    (tmp_path / "hosts").write_text("".join(f"{host} slots=1\n" for host in hosts))
+    found, _ = command_of(monkeypatch, f"-H {tmp_path}/hosts --launcher pdsh {words} train.py")
+    assert ("192.0.2.1 is the only host of this job, and another machine: the ranks start on this one all the same, as "
+            "published. Give --force_multi to start them on 192.0.2.1" in caplog.messages) is warns
+    assert ("--hosts" in found) is ("--force_multi" in words)
+
+
+@pytest.mark.parametrize(("words", "warns"), [
     ("", True), ("--log_level warning", True), ("--log_level error", False), ("-q", False)])
 def test_a_quiet_command_does_not_warn(monkeypatch, capsys, words: str, warns: bool) -> None:
     level = logger.level

@@ -117,6 +117,8 @@ def test_the_command_line_does_not_import_torch():
     (["--ranks", "9" * 5000, __file__], "--ranks: got '999999999'...; choose a whole number of at most 9 digits"),
     (["--dry-run", "--core-list", "99999", __file__], f"--core-list: {socket.gethostname()} has no core 99999 for this job"),
     (["--dry-run", "--log-dir", f"{__file__}/a/b", __file__], f"--log-dir {__file__}/a/b: the folder cannot be made: "),
+    (["--dry-run", "--log-dir", "/proc/x/y", __file__], "--log-dir /proc/x/y: nothing can be made in /proc: "),
+    (["--dry-run", "--hosts", "a:0", "--log-dir", "/proc/x", __file__], "--log-dir /proc/x: nothing can be made in /proc: "),
     (["no-such-script.py"], "no script 'no-such-script.py' in "),
     (["--module", "no_such_module"], "no module 'no_such_module' in "),
     (["."], "'.' is a folder without a __main__.py; name a script in it"),

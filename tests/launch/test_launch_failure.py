@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from shoal.compat.deepspeed.runtime.config import DeepSpeedConfigError
+from shoal.errors import ConfigError, GuardError, GuardRewind, NotServed, NotSupportedYet, UnknownKind, UsageError
 from shoal.launch import rank
 from shoal.launch.failure import Failure, describe, first, is_written, read, reports, signal_name, status_code
 
@@ -25,6 +27,16 @@ def test_a_lost_connection_is_secondary_even_if_it_came_first():
 def test_a_collective_timeout_is_a_secondary_failure():
     secondary = failed(0, time=1.0, summary="late", kinds=("shoal.errors.CollectiveTimeout", "builtins.RuntimeError"))
     assert first([secondary, failed(1, time=2.0, summary="KeyError: 1")]).rank == 1
+
+
+@pytest.mark.parametrize(("error", "final"), [
+    (ConfigError, True), (NotSupportedYet, True), (NotServed, True), (UnknownKind, True), (DeepSpeedConfigError, True),
+    (GuardError, True), (GuardRewind, False), (UsageError, False), (ValueError, False),
+])  # fmt: skip
+def test_no_restart_follows_an_error_that_it_would_meet_again(tmp_path, error, final):
+    rank.record(str(tmp_path / "error"), error("herring"), "Traceback\nherring\n")
+    found = read(str(tmp_path / "error"), rank=0, local_rank=0, pid=7, status=1, time=5.0, stopped=False)
+    assert found.final == final
 
 
 def test_a_rank_that_the_launcher_stopped_is_never_the_cause():

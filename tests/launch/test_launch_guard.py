@@ -68,3 +68,16 @@ shoal.initialize(model=torch.nn.Linear(4, 4), config={"optimizer": {"type": "Ada
     assert err.count("restarting all ranks") == 0
     (line,) = (line for line in err.splitlines() if line.startswith("WorldSizeError: "))
     assert "1 data ranks cannot share a batch of 24 in micro-batches of 6; run on 2, 4" in line
+
+
+def test_a_wrong_configuration_ends_the_job_and_shows_the_line(run, script):
+    """A restart would read the same configuration."""
+    launch = run("--ranks", "1", "--max-restarts", "3", script("""
+import torch, shoal
+shoal.initialize(model=torch.nn.Linear(4, 4), config={"zero_optimization": {"stage": 7}})
+"""))
+    code, _, err = launch.end()
+    assert code == 1
+    assert err.count("restarting all ranks") == 0
+    assert "ConfigError: zero_optimization.stage: got 7" in err
+    assert "script.py" in err

@@ -17,6 +17,8 @@ __all__ = ["Host", "excluded", "first", "included", "limited", "parse_filter", "
 
 MOST_SLOTS = 4096
 """Slots that one host may have: more are a slip of the pen."""
+DIGITS = 9
+"""The most digits of a number of slots that are read."""
 FILTER = "write NAME[:SLOT[,SLOT...]] joined by @, such as node0@node1:0,2"
 
 
@@ -45,10 +47,13 @@ def parse_lines(lines: Iterable[str], source: str = "Hostfile") -> list[Host]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        where, found = f"{source}, line {number}", re.fullmatch(r"(\S+)\s+slots=(\d{1,9})", text)
+        where, found = f"{source}, line {number}", re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
         if found is None:
             raise HostsError(f"{where}: Hostfile contains a bad entry: {text}; write `NAME slots=N`")
-        name, slots = found[1], int(found[2])
+        name = found[1]
+        if len(found[2]) > DIGITS:  # int() takes no thousands of them, and the message shows no more
+            raise HostsError(f"{where}: {name} has slots={found[2][:DIGITS]}...; choose at most {MOST_SLOTS}")
+        slots = int(found[2])
         if same := next((known for known in counts if known.lower() == name.lower()), None):
             other = "" if same == name else f" (as {same}: names of hosts do not differ by case)"
             raise HostsError(f"{where}: Hostfile contains multiple entries for {name}{other}; write one line with all its "

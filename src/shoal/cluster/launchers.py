@@ -72,6 +72,8 @@ class Launcher:
     """Whether hosts may have different numbers of slots."""
     survives: bool = False
     """Whether the other hosts go on where one is lost."""
+    banners: bool = False
+    """Whether its messages have several lines, between two lines of dashes."""
 
 
 def _ssh(program: str, start: Start) -> list[list[str]]:
@@ -119,7 +121,7 @@ LAUNCHERS: dict[str, Launcher] = {row.name: row for row in (
              survives=True),
     Launcher(name="openmpi", programs=("mpirun.openmpi", "orterun", "mpirun"), product="Open MPI",
              package="apt-get install openmpi-bin", render=_open_mpi, nested=_MPI, unequal=False,
-             variables={"PMIX_MCA_gds": "hash"}),
+             variables={"PMIX_MCA_gds": "hash"}, banners=True),
     Launcher(name="mpich", programs=("mpiexec.hydra", "mpirun.mpich", "mpirun"), product="HYDRA",
              package="apt-get install mpich", render=_hydra, nested=_MPI, unequal=False, variables={}),
     Launcher(name="impi", programs=("mpiexec.hydra", "mpirun"), product="Intel", package="install Intel MPI",

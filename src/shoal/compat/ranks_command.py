@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from types import FrameType
 
 from shoal.cluster.launchers import SSH_OPTIONS
 
-__all__ = ["VISIBLE", "address_of", "command", "device_count", "exports", "exports_file", "run", "variables",
-           "visible_devices"]
+__all__ = ["VISIBLE", "address_of", "command", "device_count", "exports", "exports_file", "is_elsewhere", "run",
+           "variables", "visible_devices"]
 
 PR_SET_PDEATHSIG = 1
 LOOK_UP = 60
@@ -84,6 +85,27 @@ def address_of(host: str, ssh_port: int | None, *, here: bool) -> str:
         raise RuntimeError(f"--no_ssh: the address of {host}, the first host, cannot be looked up by `hostname -I` there: "
                            f"{said[0]}; give --master_addr")
     return found[0]
+
+
+def is_elsewhere(host: str) -> bool:
+    """Whether a host is another machine: its name has addresses, and none of them is one of this machine's."""
+    if host.partition(".")[0].lower() == socket.gethostname().partition(".")[0].lower():
+        return False
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    return not any(_is_own(family, where) for family, _, _, _, where in found)
+
+
+def _is_own(family: int, where: tuple[object, ...]) -> bool:
+    """Whether an address is one of this machine's: only these can be bound."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(where)
+            return True
+    except OSError:
+        return False
 
 
 def device_count() -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-__all__ = ["INTERFACE", "address_of", "connect", "facing", "interface_of", "is_loopback", "own_addresses"]
+__all__ = ["INTERFACE", "address_of", "connect", "facing", "interface_of", "is_loopback", "own_addresses", "resolves"]
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names the interface of gloo; without it gloo looks up the host's own name."""
@@ -51,6 +51,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def resolves(host: str) -> bool:
+    """Whether a name has an address here; an address has itself."""
+    try:
+        return bool(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError):
+        return False
 
 
 def interface_of(address: str) -> str | None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from shoal.cluster.hostfile import Host
+from shoal.cluster.launchers import LAUNCHERS
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
 from shoal.launch.console import Terminal, counted, numbered_ranks
@@ -45,7 +46,7 @@ from shoal.launch.protocol import (
     Unreached,
 )
 from shoal.launch.reachability import LostLinks
-from shoal.launch.start_errors import explain, means_failure, names
+from shoal.launch.start_errors import Banners, explain, host_of_step, means_failure, names
 from shoal.launch.starting import Closed, Connected, Ended, ErrorLine, HostEvent, Starter
 
 __all__ = ["Cluster", "Node", "run_job"]
@@ -80,6 +81,8 @@ class Node:
     """Exit code of its ranks, once they have ended."""
     lost: str = ""
     """Why it is lost; empty while it is not."""
+    cut_short: bool = False
+    """Whether the launcher may have ended it because another host did not start."""
     own_name: str = ""
     """The name under which it reports itself."""
     last_lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=30))
@@ -107,7 +110,10 @@ class Cluster:
         self._launcher = launcher
         self._tell = tell
         self._said: deque[str] = deque(maxlen=100)
-        """The last lines of the process that started all hosts."""
+        """The last messages of the process that started all hosts."""
+        self._banners = Banners() if LAUNCHERS[launcher].banners else None
+        self._unnumbered: dict[str, str] = {}
+        """Why hosts do not start that Slurm has chosen, by their names: which of the job's they are is not known."""
         self._ticked = time.monotonic()
         self._left = threading.Event()
         self._early: deque[tuple[Node, Message]] = deque()
@@ -193,27 +199,53 @@ class Cluster:
         """Take a line, or the end, of the process that started all hosts."""
         match event.message:
             case ErrorLine(text=text):
-                self._said.append(text)
-                for node in self.nodes:
-                    if node.facts is None and names(text, node.name) and means_failure(text):
-                        node.lost = node.lost or explain([text])  # mpiexec and pdsh wait for the others
                 if all(node.facts is not None for node in self.nodes) and not all(node.has_ended for node in self.nodes):
                     self._tell(f"[{self._launcher}] {text}")
+                self._take_complaint(text if self._banners is None else self._banners.take(text))
             case _:
-                for node in self.nodes:
-                    if node.facts is None:
-                        node.lost = self._reason(node) or f"{self._launcher} ended before it started"
+                self._take_complaint("" if self._banners is None else self._banners.end())
+                self._lose_unstarted()
+
+    def _take_complaint(self, text: str) -> None:
+        """Take a message of the process that started all hosts, and lose the host that it says does not start."""
+        if not text:
+            return
+        self._said.append(text)
+        for node in self.nodes:
+            if node.facts is None and names(text, node.name) and means_failure(text):
+                node.lost = node.lost or explain([text])  # mpiexec, srun and pdsh wait for the others
+        chosen = any(not node.host.name for node in self.nodes)
+        if chosen and (host := host_of_step(text)) and means_failure(text):
+            self._unnumbered[host] = explain([text])
+
+    def _lose_unstarted(self) -> None:
+        """Lose the hosts that have not started when the launcher ends: for their own reasons, else for that of all."""
+        self._lose_unnumbered()
+        blamed = any(node.facts is None and node.lost for node in self.nodes)
+        ended = f"{self._launcher} ended before it started"
+        for node in self._awaited:
+            node.cut_short = blamed  # what the launcher says of it is no failure, else it would be lost
+            node.lost = ended if blamed else self._reason(node) or ended
+
+    def _lose_unnumbered(self) -> None:
+        """Lose as many hosts as Slurm chose and cannot start: any of those that are awaited, for none has a number yet."""
+        for node, (name, reason) in zip(self._awaited, self._unnumbered.items(), strict=False):
+            node.own_name, node.lost = name, reason
 
     def _lose(self, node: Node) -> None:
         if not node.has_ended:
             reason = self._reason(node)
+            node.cut_short = node.facts is not None and not LAUNCHERS[self._launcher].survives
             node.lost = ((reason or "the process there ended without output") if node.facts is None else
                          "the connection broke" + (f": {reason}" if reason else ""))
 
     def _reason(self, node: Node) -> str:
         """Return why a host is lost, by what it said, or by what the launcher said of it or at all."""
-        about = [line for line in self._said if names(line, node.name)]
-        return explain(node.last_lines) or explain(about or self._said)
+        return self._own_reason(node) or explain(self._said)
+
+    def _own_reason(self, node: Node) -> str:
+        """Return why a host is lost, by what it said, or by what the launcher said of it alone."""
+        return explain(node.last_lines) or explain(line for line in self._said if names(line, node.name))
 
     def _send_beats(self) -> None:
         """Send beats in a thread of their own: the main one waits for disks, where it writes logs."""
@@ -230,22 +262,36 @@ class Cluster:
             if node.facts is not None and not node.has_ended and now - node.last_heard > self.job.quiet:
                 node.lost = f"no message from it for {self.job.quiet:g} s; it is down, stopped, or cut off"
 
+    @property
+    def _awaited(self) -> list[Node]:
+        """The hosts that have neither started nor been lost."""
+        return [node for node in self.nodes if node.facts is None and not node.lost]
+
+    def _problems(self) -> list[str]:
+        """Return a line for each reason why hosts do not start, with the names of the hosts, as far as they are known."""
+        lost = [node for node in self.nodes if node.lost]
+        names_of: dict[str, list[str]] = {}
+        for node in [node for node in lost if not node.cut_short] or lost:
+            names_of.setdefault(node.lost, []).append(node.name)
+        return [f"{_listed(list(dict.fromkeys(names)))}: {reason}" for reason, names in names_of.items()]
+
     def _await(self) -> None:
         """Wait until every host runs, or can be done without. Raises `LaunchError` with one line for each that does not."""
         deadline = time.monotonic() + START
         early: list[tuple[Node, Message]] = []
-        while any(node.facts is None and not node.lost for node in self.nodes):
+        while len(self._awaited) > len(self._unnumbered):
             if (came := self.receive()) is not None:
                 early.append(came)
             if time.monotonic() > deadline:
                 for node in self.nodes:
                     if node.facts is None:
                         node.lost = node.lost or self._reason(node) or f"it did not start within {START:g} s"
+        self._lose_unnumbered()
         self._early.extend(early)
         if self.job.plan is None:  # an examination tells what is wrong with each host
             return
-        problems = [f"{node.name}: {node.lost}" for node in self.nodes if node.lost]
-        if problems and len(self.nodes) - len(problems) >= self.job.least:
+        problems = self._problems()
+        if problems and sum(not node.lost for node in self.nodes) >= self.job.least:
             for problem in problems:
                 self._tell(f"shoal run: {problem}; the others begin without it")
             problems = []
@@ -257,6 +303,14 @@ class Cluster:
                     self._tell(f"shoal run: {fault}")
         if problems:
             raise LaunchError("\n".join(dict.fromkeys(problems)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return "a", "a and b", or "a, b and 6 more"."""
+    shown = names if len(names) <= 3 else names[:2]
+    more = [] if len(names) <= 3 else [f"{len(names) - 2} more"]
+    *first, last = [*shown, *more]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 class _JobMonitor:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -176,6 +177,12 @@ def check_log_dir(folder: str | None) -> None:
         raise LaunchError(f"--log-dir {folder}: the folder cannot be made: {there} is a file; give another")
     if not os.access(there, os.W_OK | os.X_OK):
         raise LaunchError(f"--log-dir {folder}: nothing can be made in {there}: permission denied; give another")
+    if there != path:
+        try:  # a file without a name: root may write everywhere, and yet makes nothing in /proc
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            raise LaunchError(f"--log-dir {folder}: nothing can be made in {there}: {error.strerror}; give "
+                              "another") from None
 
 
 def _own_file(path: Path) -> BinaryIO:

@@ -31,7 +31,9 @@ CONNECTION_ERRORS = ("torch.distributed.DistBackendError", "torch.distributed.Di
                      "shoal.errors.StageFailed")
 CONNECTION_ERROR_TEXTS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 FINAL_ERRORS = ("shoal.errors.GuardError", "shoal.errors.VaultTooLarge", "shoal.resilience.elastic.WorldSizeError")
-"""The errors after which no restart follows; those of their subclasses ask for one."""
+"""The errors after which no restart follows, and whose message says all; those of their subclasses ask for one."""
+FINAL_FAMILIES = ("shoal.errors.ConfigError", "shoal.errors.NotServed")
+"""The errors after which no restart follows, with all of their subclasses: a restart reads the same configuration."""
 WIDTH = 100
 
 
@@ -65,6 +67,11 @@ class Failure:
     @property
     def final(self) -> bool:
         """Whether a restart would come to the same failure."""
+        return self.says_all or any(kind in FINAL_FAMILIES for kind in self.kinds)
+
+    @property
+    def says_all(self) -> bool:
+        """Whether the message alone tells the cause: no line of the script is at fault."""
         return bool(self.kinds) and self.kinds[0] in FINAL_ERRORS
 
     @property
@@ -136,8 +143,8 @@ def describe(failures: Iterable[Failure], ranks: int, note: str = "") -> str:
     lines = [_truncate(f"---- rank {cause.rank} of {ranks} failed: {cause.headline} ").ljust(WIDTH, "-"),
              f"host {cause.host}, rank {cause.rank}, local rank {cause.local_rank}, pid {cause.pid}, "
              f"{cause.ending}"]
-    if cause.final:
-        lines.append(cause.summary)  # which says all: no line of the script is at fault
+    if cause.says_all:
+        lines.append(cause.summary)
     elif cause.text:
         lines.append(cause.text.rstrip())
     elif cause.status == -signal.SIGKILL and not cause.summary:  # one that the agent killed has its reason

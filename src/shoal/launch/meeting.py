@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  documented as public
@@ -20,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 
 from shoal.errors import LaunchError
-from shoal.launch.addresses import INTERFACE, address_of, connect, interface_of, own_addresses
+from shoal.launch.addresses import INTERFACE, address_of, connect, interface_of, own_addresses, resolves
 from shoal.launch.job import ClusterJob
 from shoal.launch.links import HostLinks, partners
 from shoal.launch.protocol import Begin, Listening
@@ -30,18 +31,39 @@ __all__ = ["ClusterRendezvous"]
 
 MEET = 600.0
 """Seconds to wait for the other hosts of an attempt."""
+WORD = 10.0
+"""Seconds of a wait until the user is told of it; then each time after twice as many."""
 LOOK = 0.02
 """Seconds between two looks at who has arrived."""
 TIMEOUT = timedelta(minutes=5)
 
 
+class _Wait:
+    """A wait for other hosts: tells the user what it is for, rarely, and has an end."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._began = time.monotonic()
+        self._silent = WORD
+
+    def go_on(self, describe: Callable[[], str]) -> None:
+        """Tell what is missing, when that is due. Raises `LaunchError` with it after `MEET` seconds."""
+        waited = time.monotonic() - self._began
+        if waited > MEET:
+            raise LaunchError(describe())
+        if waited > self._silent:
+            self._silent = 2 * waited
+            self._tell(f"waiting, for at most {MEET - waited:.0f} s more: {describe()}")
+
+
 class ClusterRendezvous(RendezvousHandler):
     """The rendezvous of one host's agent. Its methods are called in the agent's thread, but for `serve` and `begin`."""
 
-    def __init__(self, job: ClusterJob, node: int, endpoint: str | None, links: HostLinks) -> None:
+    def __init__(self, job: ClusterJob, node: int, endpoint: str | None, links: HostLinks, *,
+                 tell: Callable[[str], None]) -> None:
         """`node` is the number of this host; `endpoint` is the HOST:PORT or :PORT that the user gave for the first host.
 
-        `links` are told of the other hosts of each attempt.
+        `links` are told of the other hosts of each attempt; `tell` gets what the user must know of a long wait.
         """
         self.attempt = 0
         """The number of the attempt whose hosts met last; 0 before the first."""
@@ -56,19 +78,28 @@ class ClusterRendezvous(RendezvousHandler):
         self._begun: Begin | None = None
         self._news = threading.Condition()
         self._met: Begin | None = None
+        self._tell = tell
+        self._store_lost = ""
+        """How the store was lost since hosts met last; empty while it was not."""
         self._chooses_interface = INTERFACE not in os.environ
 
     # Called by the thread that listens to the launcher
 
     def serve(self) -> Listening:
-        """Open the store of the next attempt, and return where it listens. Raises `LaunchError` where the port is taken."""
+        """Open the store of the next attempt, and return where it listens.
+
+        Raises `LaunchError` where the port is taken, and at first where the host that the user gave has no address.
+        """
         self._server = None  # a given port is free again
+        given = self._host and self._node == 0  # the address is the first host's, which may be lost
+        if given and self._begun is None and not resolves(self._host):
+            raise LaunchError(f"--rendezvous: the name {self._host} has no address on {socket.gethostname()}; correct it, "
+                              "or give :PORT alone, with which the other hosts find this one")
         try:
             self._server = TCPStore("0.0.0.0", self._port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         except RuntimeError as error:
             raise LaunchError(f"--rendezvous: port {self._port} of {socket.gethostname()} cannot be opened: "
                               f"{first_line(error)}; choose another, or leave it out for a free one") from error
-        given = self._host and self._node == 0  # the address is the first host's, which may be lost
         return Listening(port=self._server.port, addresses=[self._host] if given else own_addresses())
 
     def begin(self, begun: Begin) -> None:
@@ -92,43 +123,57 @@ class ClusterRendezvous(RendezvousHandler):
         while True:
             begun = self._next()
             self.taken = begun.attempt
-            if (met := self._meet(begun)) is not None:
-                self.attempt, self._met = begun.attempt, begun
+            try:
+                met = self._meet(begun)
+            except LaunchError:  # a RuntimeError too, after which no other attempt begins
+                raise
+            except RuntimeError as error:  # the store's host is lost; the launcher notices too, and begins another attempt
+                self._store_lost = f"{self._place(begun)}: the store is lost: {first_line(error)}"
+                continue
+            if met is not None:
+                self.attempt, self._met, self._store_lost = begun.attempt, begun, ""
                 return met
 
     def _next(self) -> Begin:
         """Wait for an attempt that is newer than the last one; with a limit each time, so that signals are handled."""
+        wait = _Wait(self._tell)
         with self._news:
             while self._begun is None or self._begun.attempt <= self.taken:
                 self._news.wait(timeout=1.0)
+                if self._store_lost:  # no attempt follows where something else than the store listens at the address
+                    wait.go_on(lambda: f"{self._store_lost}; is HOST:PORT of --rendezvous that of the first host?")
             return self._begun
 
     def _is_over(self, begun: Begin) -> bool:
         """Whether the launcher has begun another attempt instead, because a host was lost meanwhile."""
         return self._begun is not None and self._begun.attempt > begun.attempt
 
+    def _place(self, begun: Begin) -> str:
+        """Return the store of an attempt, as text."""
+        return f"{self._job.hosts[begun.hosts[0]].name} at {' or '.join(begun.addresses)}, port {begun.port}"
+
     def _meet(self, begun: Begin) -> RendezvousInfo | None:
-        """Meet the hosts of an attempt; None where another has begun instead."""
+        """Meet the hosts of an attempt; None where another has begun instead.
+
+        Raises `LaunchError` where hosts do not come, and another RuntimeError where the store is lost.
+        """
         rank, ranks = begun.hosts.index(self._node), len(begun.hosts)
-        try:
-            found = self._connect(begun)
-            if found is None:
-                return None
-            first, own, store = found
-            store.set(f"link/{rank}", f"{self._link_address(own if rank else '')} {self._links.port}")
-            store.set(f"reached/{rank}", first)
-            if not self._all_have_come(begun, store, [f"reached/{each}" for each in range(ranks)]):
-                return None
-            self._watch_links(begun, store, first)
-            if rank == 0 and ranks > 1:
-                own = store.get("reached/1").decode()
-            os.environ.update(CROSS_RANK=str(rank), CROSS_SIZE=str(ranks))
-            if self._chooses_interface and (interface := interface_of(own)) is not None:
-                os.environ[INTERFACE] = interface
-            where = RendezvousStoreInfo.build(rank, store, local_addr=own)
-            return RendezvousInfo(store, rank, ranks, where if rank == 0 else RendezvousStoreInfo(first, where.master_port))
-        except RuntimeError:  # the host of the store is lost; the launcher notices too, and begins another attempt
+        found = self._connect(begun)
+        if found is None:
             return None
+        first, own, store = found
+        store.set(f"link/{rank}", f"{self._link_address(own if rank else '')} {self._links.port}")
+        store.set(f"reached/{rank}", first)
+        if not self._all_have_come(begun, store, [f"reached/{each}" for each in range(ranks)]):
+            return None
+        self._watch_links(begun, store, first)
+        if rank == 0 and ranks > 1:
+            own = store.get("reached/1").decode()
+        os.environ.update(CROSS_RANK=str(rank), CROSS_SIZE=str(ranks))
+        if self._chooses_interface and (interface := interface_of(own)) is not None:
+            os.environ[INTERFACE] = interface
+        where = RendezvousStoreInfo.build(rank, store, local_addr=own)
+        return RendezvousInfo(store, rank, ranks, where if rank == 0 else RendezvousStoreInfo(first, where.master_port))
 
     def _link_address(self, own: str) -> str:
         """Return the address of the interface that the user gave gloo, else `own`."""
@@ -147,28 +192,29 @@ class ClusterRendezvous(RendezvousHandler):
         if begun.hosts[0] == self._node:
             assert self._server is not None
             return begun.addresses[0], begun.addresses[0], self._server
-        deadline = time.monotonic() + MEET
+        wait = _Wait(self._tell)
         while (connection := connect(begun.addresses, begun.port, 1.0)) is None:
             if self._is_over(begun):
                 return None
-            if time.monotonic() > deadline:
-                raise LaunchError(f"{socket.gethostname()} cannot reach {self._job.hosts[begun.hosts[0]].name} at any of "
-                                  f"{', '.join(begun.addresses)}, port {begun.port}; let hosts connect to each other, or "
-                                  "give --rendezvous HOST:PORT")
+            wait.go_on(lambda: f"cannot reach {self._place(begun)}; let hosts connect to each other, or give --rendezvous "
+                               "HOST:PORT with an address of the first host that all others reach")
         with connection:
             first, own = connection.getpeername()[0], connection.getsockname()[0]
         return first, own, TCPStore(first, begun.port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
 
     def _all_have_come(self, begun: Begin, store: Store, keys: list[str]) -> bool:
         """Wait until all hosts have arrived; False where another attempt has begun instead."""
-        deadline = time.monotonic() + MEET
+
+        def describe() -> str:
+            missing = [self._job.hosts[host].name for host, key in zip(begun.hosts, keys, strict=True)
+                       if not store.check([key])]
+            return f"{' and '.join(missing)} did not come to {self._place(begun)}, to run attempt {begun.attempt}"
+
+        wait = _Wait(self._tell if begun.hosts[0] == self._node else lambda text: None)  # one host tells of those missing
         while not store.check(keys):
             if self._is_over(begun):
                 return False
-            if time.monotonic() > deadline:
-                missing = [self._job.hosts[host].name for host, key in zip(begun.hosts, keys, strict=True)
-                           if not store.check([key])]
-                raise LaunchError(f"{' and '.join(missing)} did not come within {MEET:g} s to run attempt {begun.attempt}")
+            wait.go_on(describe)
             time.sleep(LOOK)
         return True
 

@@ -259,7 +259,8 @@ def _run_ranks(link: Link, job: ClusterJob, plan: LaunchPlan, node: int, guardia
 
     os.environ[VISIBLE_DEVICES] = ",".join(map(str, slots))
     with HostLinks(job.quiet, link.outbox.send) as links:
-        rendezvous = ClusterRendezvous(job, node, plan.rendezvous, links)
+        rendezvous = ClusterRendezvous(job, node, plan.rendezvous, links,
+                                       tell=lambda text: link.outbox.send(Status(text=text)))
         link.serve(rendezvous)
         local = replace(plan, ranks=len(slots), nodes=(len(job.hosts), len(job.hosts)))
         return launch(local, guardian, Remote(link.outbox, lambda: rendezvous.attempt), rendezvous)

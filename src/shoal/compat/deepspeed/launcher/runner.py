@@ -262,6 +262,10 @@ def _run(options: argparse.Namespace) -> None:
     elif resources.several:
         _run_on_hosts(options, resources.active)
     else:
+        (host,) = resources.active
+        if ranks_command.is_elsewhere(host):
+            logger.warning("%s is the only host of this job, and another machine: the ranks start on this one all the same, "
+                           "as published. Give --force_multi to start them on %s", host, host)
         _run_here(options, resources, 0)
 
 
