@@ -179,7 +179,7 @@ def examined_cluster(found: dict[str, dict[str, object]], folder: str) -> Cluste
         else:
             starter.events.put(HostEvent(node=number, message=ErrorLine(text=f"ssh: Could not resolve hostname {name}")))
             starter.events.put(HostEvent(node=number, message=Closed()))
-    return Cluster(starter, job, "ssh")
+    return Cluster(starter, job, LAUNCHERS["ssh"])
 
 
 def test_an_examination_shows_hosts_beside_one_that_is_bad(
@@ -284,7 +284,7 @@ def test_what_hosts_say_before_all_have_started_is_heard(capfd: pytest.CaptureFi
         for message in (hello, HostProblem(text=f"no herring on {name}"), Exited(code=1)):
             starter.events.put(HostEvent(node=node, message=message))
     with Terminal(None) as terminal:
-        assert run_job(Cluster(starter, job, "ssh", terminal.status), terminal, 0.0) == 2
+        assert run_job(Cluster(starter, job, LAUNCHERS["ssh"], terminal.status), terminal, 0.0) == 2
     assert capfd.readouterr().err.splitlines() == ["shoal run: a: no herring on a", "shoal run: b: no herring on b"]
 
 
@@ -297,7 +297,7 @@ def test_a_host_of_which_the_launcher_complains_is_not_awaited(tmp_path: Path) -
             text="ssh: Could not resolve hostname bb: Name or service not known")), (0, hello)):
         starter.events.put(HostEvent(node=node, message=message))
     with pytest.raises(LaunchError, match=r"^bb: no such host; correct the name.*\(ssh: Could not .*\)$"), Cluster(
-            starter, job, "mpich"):
+            starter, job, LAUNCHERS["mpich"]):
         pass
 
 
@@ -312,7 +312,7 @@ def starting_cluster(launcher: str, names: list[str], folder: Path, lines: list[
                for node, name in started.items()]
     for event in events + [HostEvent(node=None, message=Ended())] * ends:
         starter.events.put(event)
-    return Cluster(starter, job, launcher)
+    return Cluster(starter, job, LAUNCHERS[launcher])
 
 
 OPEN_MPI = ["-" * 74, "mpirun.openmpi was unable to launch the specified application as it could not access",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from shoal.cluster.hostfile import Host
-from shoal.cluster.launchers import LAUNCHERS
+from shoal.cluster.launchers import Launcher
 from shoal.errors import LaunchError
 from shoal.launch import facts, failure
 from shoal.launch.console import Terminal, counted, numbered_ranks
@@ -102,7 +102,8 @@ class Node:
 class Cluster:
     """The hosts of a job, as a context manager: entering it starts them, leaving it ends them."""
 
-    def __init__(self, starter: Starter, job: ClusterJob, launcher: str, tell: Callable[[str], None] = print_status) -> None:
+    def __init__(self, starter: Starter, job: ClusterJob, launcher: Launcher,
+                 tell: Callable[[str], None] = print_status) -> None:
         """`tell` gets what the user must know."""
         self.job = job
         self.nodes = [Node(host) for host in job.hosts]
@@ -111,7 +112,7 @@ class Cluster:
         self._tell = tell
         self._said: deque[str] = deque(maxlen=100)
         """The last messages of the process that started all hosts."""
-        self._banners = Banners() if LAUNCHERS[launcher].banners else None
+        self._banners = Banners() if launcher.banners else None
         self._unnumbered: dict[str, str] = {}
         """Why hosts do not start that Slurm has chosen, by their names: which of the job's they are is not known."""
         self._ticked = time.monotonic()
@@ -200,7 +201,7 @@ class Cluster:
         match event.message:
             case ErrorLine(text=text):
                 if all(node.facts is not None for node in self.nodes) and not all(node.has_ended for node in self.nodes):
-                    self._tell(f"[{self._launcher}] {text}")
+                    self._tell(f"[{self._launcher.name}] {text}")
                 self._take_complaint(text if self._banners is None else self._banners.take(text))
             case _:
                 self._take_complaint("" if self._banners is None else self._banners.end())
@@ -222,7 +223,7 @@ class Cluster:
         """Lose the hosts that have not started when the launcher ends: for their own reasons, else for that of all."""
         self._lose_unnumbered()
         blamed = any(node.facts is None and node.lost for node in self.nodes)
-        ended = f"{self._launcher} ended before it started"
+        ended = f"{self._launcher.name} ended before it started"
         for node in self._awaited:
             node.cut_short = blamed  # what the launcher says of it is no failure, else it would be lost
             node.lost = ended if blamed else self._reason(node) or ended
@@ -235,7 +236,7 @@ class Cluster:
     def _lose(self, node: Node) -> None:
         if not node.has_ended:
             reason = self._reason(node)
-            node.cut_short = node.facts is not None and not LAUNCHERS[self._launcher].survives
+            node.cut_short = node.facts is not None and not self._launcher.survives
             node.lost = ((reason or "the process there ended without output") if node.facts is None else
                          "the connection broke" + (f": {reason}" if reason else ""))
 

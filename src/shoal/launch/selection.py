@@ -89,7 +89,7 @@ class Selection:
                          folder=os.getcwd(), plan=plan, least=self.least, quiet=self.quiet)
         if self.launcher.stdin:
             starter = Starter(self.launcher, self.commands(program, None), environment, None)
-            yield Cluster(starter, job, self.launcher.name, tell)
+            yield Cluster(starter, job, self.launcher, tell)
             return
         try:
             made = tempfile.TemporaryDirectory(prefix=".shoal-job-", dir=os.getcwd())  # its mode is 0700
@@ -101,7 +101,7 @@ class Selection:
             file = Path(folder, "job.json")
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
             starter = Starter(self.launcher, self.commands(program, str(file)), environment, file)
-            yield Cluster(starter, job, self.launcher.name, tell)
+            yield Cluster(starter, job, self.launcher, tell)
 
     def _program(self) -> str:
         """Return the path of the launcher. Raises `LaunchError` where there is none, or it cannot start the job here."""
