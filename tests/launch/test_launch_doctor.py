@@ -174,11 +174,23 @@ def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):
     for target in ("a" * 300, ""):
         assert main(["doctor", target]) == 2
         assert f"no job, process or folder {target!r} on" in capsys.readouterr().err
+    assert main(["doctor", "1" * 5000]) == 2
+    assert "no job, process or folder '1111" in capsys.readouterr().err
     assert main(["doctor", "no-such-job"]) == 2
     assert "no job, process or folder 'no-such-job' on" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path)]) == 2
     assert f"{tmp_path}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or its " in (
         capsys.readouterr().err)
+
+
+def test_doctor_reads_damaged_reports_and_names_those_it_cannot(tmp_path, capsys):
+    (tmp_path / REPORT).write_bytes(b"died of \xff\n")
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("died of ")
+    (tmp_path / REPORT).unlink()
+    (tmp_path / REPORT).mkdir()
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert f"{tmp_path / REPORT}: cannot be read: Is a directory" in capsys.readouterr().err
 
 
 def test_a_report_survives_copies_that_go_and_text_that_is_none(run, script, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,9 @@ def test_the_published_errors_are_raised(config: dict[str, Any], version: str, r
 
 def test_a_section_other_than_the_schedulers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     elasticity.ensure_immutable_elastic_config(PUBLISHED)
+    monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", "{max}")
+    with pytest.raises(elasticity.ElasticityConfigError, match="DEEPSPEED_ELASTICITY_CONFIG: got what is no JSON"):
+        elasticity.ensure_immutable_elastic_config(PUBLISHED)
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", '{"max_train_batch_size": 1}')
     with pytest.raises(elasticity.ElasticityConfigError, match="planned for 1"):
         elasticity.ensure_immutable_elastic_config(PUBLISHED)
@@ -164,6 +168,20 @@ def test_ds_elastic_prints_the_batch_and_the_sizes(tmp_path: Path, capsys: pytes
         "global batch: 12 samples", "ranks: 1, 2, 3, 4, 6, 12", "micro-batch on 3 ranks: 2, accumulation 2"]
     assert ds_elastic.command(["-c", str(path), "-w", "5"]) == 2
     assert "5 data ranks cannot share" in capsys.readouterr().err
+
+
+def test_ds_elastic_counts_ranks_of_a_model_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"elasticity": {
+        "enabled": True, "version": 0.2, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 1,
+        "max_gpus": 64, "num_gpus_per_node": 8, "model_parallel_size": 2}}))
+    assert ds_elastic.command(["-c", str(path), "-w", "8"]) == 0
+    batch, sizes, micro = capsys.readouterr().out.splitlines()
+    total, (size, accumulation) = int(batch.split()[2]), map(int, re.findall(r"(\d+)(?:,|$)", micro))
+    assert sizes.startswith("data ranks, each of 2 ranks: ")
+    assert micro.startswith("micro-batch on 8 ranks: ") and size * accumulation * 4 == total
+    assert ds_elastic.command(["-c", str(path), "-w", "3"]) == 2
+    assert "3 ranks hold no whole number of copies of a model on 2 ranks" in capsys.readouterr().err
 
 
 # A job that changes its size

@@ -30,6 +30,8 @@ from shoal.version import __version__
 
 __all__ = ["add_arguments", "jobs", "last_page", "leave_page", "main", "page_of"]
 
+_PID_DIGITS = 20
+"""No number of a process has as many."""
 VAULT = "vault*/*"
 
 
@@ -162,12 +164,15 @@ def _report(folder: Path) -> str:
         raise UsageError(f"{folder}: has no {REPORT}: the job with these logs runs still, has ended well or by a signal, or "
                          "its launcher was killed together with its guardian; give the name or a process of a job that "
                          f"runs: {_known()}")
-    return "\n".join(report.read_text(encoding="utf-8") for report in found)
+    try:
+        return "\n".join(report.read_text(encoding="utf-8", errors="replace") for report in found)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: cannot be read: {error.strerror}; give the folder of a job's logs") from None
 
 
 def _matching(target: str | None) -> list[tuple[Path, JobRecord]]:
     """Return the jobs on this host that a name or a process means; None: all."""
-    pid = int(target) if target is not None and target.isdecimal() else None
+    pid = int(target) if target is not None and target.isdecimal() and len(target) < _PID_DIGITS else None
     return [(folder, record) for folder, record in jobs().items()
             if target in (None, record.job, folder.name) or pid in (record.agent, *record.pids)]
 

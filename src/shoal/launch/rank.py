@@ -313,12 +313,12 @@ def destroy_gloo_groups() -> None:
     A group that the script still references keeps its threads. A thread needs the interpreter to release the last tensor
     that it sent, and aborts the process if the interpreter has exited. The delay gives the threads time to do so.
     """
-    if "torch.distributed" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()
-            time.sleep(GLOO_EXIT_DELAY)
+    if "torch" not in sys.modules:  # a Ctrl-C while it is imported removes it, but not its parts
+        return
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+        time.sleep(GLOO_EXIT_DELAY)
 
 
 def record(path: str, error: BaseException, text: str, summary: str = "") -> None:

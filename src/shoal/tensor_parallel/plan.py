@@ -52,7 +52,7 @@ class Plan:
         for pattern, kind in self.kinds.items():
             if not isinstance(kind, Kind):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(f"Plan: {pattern!r}: got {kind!r}; give a kind as a value, such as Column(): one of "
-                                 f"{', '.join(sorted(each.__name__ for each in Kind.__subclasses__()))}")
+                                 f"{', '.join(sorted({each.__name__ for each in Kind.__subclasses__()}))}")
 
     def describe(self) -> list[str]:
         """Return the plan as lines of text, which must be equal on all ranks."""

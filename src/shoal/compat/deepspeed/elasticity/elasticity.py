@@ -70,7 +70,11 @@ def compute_elastic_config(ds_config: Mapping[str, Any] | str, target_deepspeed_
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
     """Raise `ElasticityConfigError` unless the section is the one that a scheduler put in DEEPSPEED_ELASTICITY_CONFIG."""
-    scheduled = environment.elasticity_config()
+    try:
+        scheduled = environment.elasticity_config()
+    except ValueError as error:
+        raise ElasticityConfigError(f"DEEPSPEED_ELASTICITY_CONFIG: got what is no JSON ({error}); set it to the section "
+                                    f"{SECTION}, or unset it") from None
     if scheduled is None:
         return
     for key in ("max_train_batch_size", "micro_batch_sizes", "version"):
