@@ -20,6 +20,7 @@ from launched import SECONDS, wait
 from torch.distributed.elastic.multiprocessing import start_processes
 
 from shoal.cluster.hostfile import Host
+from shoal.cluster.launchers import LAUNCHERS
 from shoal.launch import cluster
 from shoal.launch.agent import RankFiles, close_own_ends
 from shoal.launch.console import Console
@@ -167,7 +168,7 @@ def quiet_host(monkeypatch):
     starter = QuietStarter()
     job = ClusterJob(secret="", hosts=(Host(name="node0", slots=(0,)),), environment={}, folder=".", plan=None,
                      least=1, quiet=6.0)
-    with starter.sent, cluster.Cluster(cast("Starter", starter), job, "ssh") as made:
+    with starter.sent, cluster.Cluster(cast("Starter", starter), job, LAUNCHERS["ssh"]) as made:
         yield made, starter.sent, clock
 
 
