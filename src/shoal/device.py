@@ -146,8 +146,10 @@ def has_float64(device: torch.device) -> bool:
     """Whether the device computes in float64; Apple's and some of Intel's do not."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
-    except (RuntimeError, TypeError):
-        return False
+    except (RuntimeError, TypeError) as error:
+        if "float64" in str(error) or "fp64" in str(error):
+            return False
+        raise  # a device that is taken or broken tells another cause
     return True
 
 
