@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.attention import Blocks
+from shoal.attention.attend import kernels_for
+from shoal.attention.call import AttentionCall
 from shoal.native import attention as native
 from tests.attention.test_attend import close, operands, padded, passes, random_blocks
 
@@ -74,3 +77,17 @@ def test_bits_of_each_instruction_set_do_not_depend_on_threads(use: Use, name: s
         torch.set_num_threads(before)
     for one, *others in zip(*results, strict=True):
         assert one.dtype == dtype and all(torch.equal(one, other) for other in others)
+
+
+@pytest.mark.parametrize("name", [None, *SETS])
+def test_the_log_sum_exp_is_right_to_two_units(use: Use, name: str | None) -> None:
+    if name is not None:
+        use(name)
+    length = 2048
+    zeros = torch.zeros(1, 1, length, 16)  # all scores are 0, and row i sees i + 1 keys
+    call = AttentionCall(blocks=Blocks.dense(length, length, 64), heads=1, scale=1.0, causal=True, terms=(), biased=False,
+                         dropout=0.0, seed=0, hidden=None)
+    _, sums = kernels_for("native", call, zeros, zeros, zeros).forward(call, zeros, zeros, zeros)
+    exact = torch.arange(1, length + 1, dtype=torch.float64).log()
+    assert sums[0, 0, 0] == 0
+    assert ((sums[0, 0].double() - exact).abs() <= 2 * 2.0**-24 * 2 ** exact.clamp(min=1e-9).log2().ceil()).all()

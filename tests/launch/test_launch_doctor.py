@@ -170,6 +170,15 @@ def test_a_folder_does_not_hide_the_job_of_its_name(tmp_path, capsys, monkeypatc
     assert capsys.readouterr().out == "the report of another job\n"
 
 
+def test_copies_are_listed_by_engine_and_step(tmp_path):
+    record = JobRecord(job="herring", agent=os.getpid(), attempt=0, attempts=1, began=0.0, command=["x.py"], ranks=[],
+                       pids=[], error_files=[])
+    for name in ("vault1/step2", "vault0/step10", "vault0/step8", "vault0/.shoal-saving-step12"):
+        (tmp_path / name).mkdir(parents=True)
+    page = doctor.page_of(tmp_path, record, with_stacks=False)
+    assert "copies in memory: step8 (0 B), step10 (0 B), step2 (0 B)" in page
+
+
 def test_doctor_of_nothing_says_what_there_is(tmp_path, capsys):
     for target in ("a" * 300, ""):
         assert main(["doctor", target]) == 2

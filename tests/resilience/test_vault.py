@@ -156,6 +156,25 @@ def test_a_damaged_copy_is_removed_and_the_older_one_or_the_disk_is_loaded(tmp_p
     assert list(Path(memory, "vault0").glob("step*")) == []
 
 
+@pytest.mark.parametrize("fault", ["short", "missing", "index"])
+def test_a_copy_that_is_not_whole_is_named_and_removed(tmp_path: Path, fault: str) -> None:
+    memory, disk = str(tmp_path / "memory"), str(tmp_path / "disk")
+    run_ranks(2, train, memory, disk, 7, 2)
+    path = next(Path(memory, "vault0", "step6").glob("index.json" if fault == "index" else "rank00001-*.safetensors"))
+    if fault == "missing":
+        path.unlink()
+    else:
+        whole = path.read_bytes()
+        path.unlink()  # it has another name, under which the next copies would use it
+        path.write_bytes(whole[:-20])
+    again = run_ranks(2, train, memory, disk, 4, 2)
+    assert [each["first"] for each in again] == [4, 4]
+    (text,) = [text for text in again[0]["warnings"] if "a copy in memory is damaged, and is removed" in text]
+    assert str(path) in text
+    assert not any("damaged" in text for text in again[1]["warnings"])
+    assert [path.name for path in Path(memory, "vault0").glob("step*")] == ["step4"]
+
+
 def damage_checkpoint(disk: str, step: int, tensor: str = "") -> None:
     """Flip one bit of a checkpoint on disk: the last of its largest file, or the first of `tensor`, a prefix."""
     path = max(Path(disk, f"global_step{step}").glob("*.safetensors"), key=lambda file: file.stat().st_size)

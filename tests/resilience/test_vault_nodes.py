@@ -168,7 +168,9 @@ def test_a_new_mesh_loads_what_another_one_left(tmp_path: Path) -> None:
 def test_two_lost_neighbours_lose_the_copies(tmp_path: Path) -> None:
     attempt(tmp_path, [A, B, C], EVERY)
     lose(tmp_path, A, B)
-    assert {each["first"] for each in attempt(tmp_path, [A, B, C], 1)} == {0}
+    again = attempt(tmp_path, [A, B, C], 1)
+    assert {each["first"] for each in again} == {0}
+    assert sum("of step 2 in memory is not loaded: no node has rank" in message for message in again[0]["messages"]) == 1
 
 
 def test_a_damaged_file_costs_one_generation(tmp_path: Path) -> None:
@@ -186,7 +188,10 @@ def test_a_copy_that_one_node_did_not_finish_is_not_loaded(tmp_path: Path) -> No
     attempt(tmp_path, [A, B, C], 2 * EVERY)
     for node in (B, C):  # an attempt that ends between the publications of nodes leaves this
         shutil.rmtree(tmp_path / node / "vault0" / f"step{2 * EVERY}")
-    assert {each["first"] for each in attempt(tmp_path, [A, B, C], EVERY)} == {EVERY}
+    again = attempt(tmp_path, [A, B, C], EVERY)
+    assert {each["first"] for each in again} == {EVERY}
+    assert "the copy of step 4 in memory is not loaded: no node has rank" in "".join(again[0]["messages"])
+    assert "the copy of step 2 in memory is not loaded" not in "".join(again[0]["messages"])
 
 
 def lose_a_rank_while_loading(root: str) -> str:

@@ -127,9 +127,10 @@ def _score(call: AttentionCall, bucket: _Bucket, heads: slice, query: Tensor, ke
     """Compute the masked scores of a bucket: `query` (batches, heads, row blocks, block, dim), keys and values likewise."""
     blocks, rows, columns = call.blocks, bucket.rows, bucket.columns
     group = query.shape[1] // key.shape[1]
-    some = query[:, heads][:, :, rows].float().mul_(call.scale)
+    some = query[:, heads].index_select(2, rows).float().mul_(call.scale)
     kv = slice(heads.start // group, (heads.stop - 1) // group + 1)
-    gathered = [each[:, kv][:, :, columns].flatten(3, 4).float() for each in (key, value)]
+    gathered = [each[:, kv].index_select(2, columns.flatten()).unflatten(2, columns.shape).flatten(3, 4).float()
+                for each in (key, value)]
     if kv.stop - kv.start != heads.stop - heads.start:
         gathered = [each.repeat_interleave(group, dim=1)[:, heads.start - kv.start * group:][:, :heads.stop - heads.start]
                     for each in gathered]
@@ -195,9 +196,9 @@ def backward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, out
     for bucket in _buckets(query.device, blocks, batches, call.heads if blocks.heads == 1 else 1):
         heads, rows = _heads_of(bucket, call), bucket.rows
         scored = _score(call, bucket, heads, q, k, v, row_keys)
-        some = grad[:, heads][:, :, rows].float()
-        inner = (some * out[:, heads][:, :, rows].float()).sum(-1)
-        of_rows = all_sums[:, heads][:, :, rows]
+        some = grad[:, heads].index_select(2, rows).float()
+        inner = (some * out[:, heads].index_select(2, rows).float()).sum(-1)
+        of_rows = all_sums[:, heads].index_select(2, rows)
         weights = scored.scores.sub_(of_rows.masked_fill(of_rows == -torch.inf, torch.inf)[..., None]).exp_()
         product = some @ scored.value.transpose(-1, -2)
         dropped = weights

@@ -31,6 +31,7 @@ __all__ = [
     "clean",
     "faults",
     "files_here",
+    "incomplete",
     "intact_alternative",
     "latest",
     "load_index",
@@ -109,6 +110,21 @@ def tags(folder: Path) -> list[Tag]:
                 tag = Tag(name=name, path=path, step=index.step)
                 complete.append((tag.step, (path / INDEX).stat().st_mtime_ns, tag))
     return [tag for *_, tag in sorted(complete, key=lambda entry: entry[:2])]
+
+
+def incomplete(folder: Path) -> dict[Path, str]:
+    """Return the checkpoint folders in `folder` that `tags` leaves out, and what is wrong with each."""
+    wrong: dict[Path, str] = {}
+    for name in sorted(_names(folder)):
+        path = locate(folder, name)
+        assert path is not None
+        try:
+            found = faults(path, load_index(path))
+        except (CheckpointError, OSError) as error:
+            found = [str(error)]
+        if found:
+            wrong[path] = "; ".join(found)
+    return wrong
 
 
 def resolve(folder: Path, tag: str | None) -> str:

@@ -149,7 +149,8 @@ class Checkpointer:
                                       f"checkpoint, and this process may have loaded parts of a damaged copy; start it "
                                       f"again, as shoal run does with --max-restarts: the training then begins anew"
                                       ) from failure
-            warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
+            if self._parameter_groups.world.rank == 0:
+                warn_once(f"load_checkpoint: {load_dir} has no file 'latest' and no tag was given; nothing is loaded")
             return None, None
         if not all(visible):
             ranks = [rank for rank, sees in enumerate(visible) if sees]

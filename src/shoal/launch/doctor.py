@@ -94,14 +94,15 @@ def page_of(folder: Path, record: JobRecord, *, with_stacks: bool) -> str:
              f"agent {record.agent} {'runs' if process(record.agent) else 'has ended'}",
              f"command: {shlex.join(record.command)}", *_machine(folder), ""]
     readings = [read(str(folder / f"rank{local_rank}")) for local_rank in range(len(record.pids))]
-    lines += [f"{'rank':>4} {'pid':>8} {'state':<8} {'steps':>8} {'call':<12} {'for':>8} {'cpu s':>8} {'memory':>9}  "
+    lines += [f"{'rank':>4} {'pid':>8} {'state':<8} {'steps':>8} {'last call':<12} {'ago':>8} {'cpu s':>8} {'memory':>9}  "
               "waits for"]
     for rank, pid, reading in zip(record.ranks, record.pids, readings, strict=True):
         lines.append(_row(rank, pid, reading, process(pid)))
     for rank, reading in zip(record.ranks, readings, strict=True):
         if reading is not None and reading.trail:
             lines.append(f"rank {rank} waited lately for: {'; '.join(sorted(set(reading.trail)))}")
-    if copies := sorted(path for path in folder.glob(VAULT) if path.is_dir() and not path.name.startswith(".")):
+    if copies := [path for path in folder.glob(VAULT) if path.is_dir() and not path.name.startswith(".")]:
+        copies.sort(key=lambda path: (path.parent, len(path.name), path.name))  # step8 before step10
         lines.append("copies in memory: " + ", ".join(f"{path.name} ({format_bytes(_bytes(path))})" for path in copies))
     for rank, pid, error_file in zip(record.ranks, record.pids, record.error_files, strict=True) if with_stacks else ():
         facts = process(pid)

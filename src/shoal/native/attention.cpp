@@ -13,7 +13,6 @@
 // over ranges of columns dK and dV, with the scores computed twice. Sums are taken in one order: bits do not depend on threads.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -60,7 +59,7 @@ typedef uint32_t vu __attribute__((vector_size(W * 4)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kHides = -65504.0f;  // an addend of this or less hides its key: HIDES of attention/call.py
-constexpr int64_t kOwnMapping = int64_t{64} << 20;  // bytes from which every allocation has a mapping of its own
+constexpr int64_t kOwnMapping = int64_t{32} << 20;  // bytes from which every allocation has a mapping of its own
 constexpr int64_t kUnit = 16;      // blocks are multiples of it, and so are head dims
 constexpr int64_t kChunkKeys = 64; // keys whose scores are held at a time, at least: blocks of 16 go four at a time
 constexpr uint32_t kGolden = 0x9E3779B9u;
@@ -107,6 +106,27 @@ inline vf exponential(vf x) {
     p = fma(p, r * r, r + all(1.0f));
     const vf power = (vf)(((vi)shifted + 127) << 23);  // the low bits of `shifted` are n
     return zero_below(x, low, p * power);
+}
+
+// The natural logarithm of a positive normal number, to 2 units in the last place; NaN of NaN. The number is 2^n m with m from
+// sqrt(1/2) to sqrt(2), and log m is r - r^2/2 + r^3 P(r) with r = m - 1 (the P of Cephes' logf).
+inline vf logarithm(vf x) {
+    const vi n = ((vi)x - 0x3F3504F3) >> 23;  // the bits of sqrt(1/2)
+    const vf r = (vf)((vi)x - (n << 23)) - all(1.0f);
+    const vf exponent = (vf)(n + 0x4B400000) - all(12582912.0f);  // n as a float: the low bits of 1.5 * 2^23 + n
+    vf p = all(7.0376836292e-2f);
+    p = fma(p, r, all(-1.1514610310e-1f));
+    p = fma(p, r, all(1.1676998740e-1f));
+    p = fma(p, r, all(-1.2420140846e-1f));
+    p = fma(p, r, all(1.4249322787e-1f));
+    p = fma(p, r, all(-1.6668057665e-1f));
+    p = fma(p, r, all(2.0000714765e-1f));
+    p = fma(p, r, all(-2.4999993993e-1f));
+    p = fma(p, r, all(3.3333331174e-1f));
+    const vf square = r * r;
+    vf y = fma(exponent, all(-2.12194440e-4f), p * r * square);
+    y = fma(square, all(-0.5f), y);
+    return fma(exponent, all(0.693359375f), r + y) + (x - x);
 }
 
 inline uint32_t mix(uint32_t h) {  // the finalizer of MurmurHash3: a bijection of 32 bits
@@ -460,7 +480,7 @@ void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end
     }
     if (p.threshold) row_keys<R>(keys_of_rows, at);
     Chunk chunk;
-    while (next_chunk(chunk, p, at, entry, end)) {
+    for (bool first = true; next_chunk(chunk, p, at, entry, end); first = false) {
         vf top[R];
         for (int r = 0; r < R; ++r) top[r] = largest[r];
         for (int64_t c = 0; c < chunk.count; ++c) {
@@ -477,6 +497,10 @@ void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end
         bool moved = false;
         for (int r = 0; r < R; ++r) {
             base[r] = select(top[r] == all(-kInfinity), all(0.0f), top[r]);
+            if (first) {
+                largest[r] = top[r];
+                continue;
+            }
             const vf shrink = exponential(largest[r] - base[r]);
             total[r] *= shrink;
             largest[r] = top[r];
@@ -504,10 +528,9 @@ void forward_strip(const Problem& p, const Place& at, int64_t entry, int64_t end
         }
     }
     for (int r = 0; r < R; ++r) {
-        const vf empty = (vf)(vi)(total[r] == all(0.0f));
-        store(s.tile + r * W, select((vi)empty, all(0.0f), all(p.kept) / total[r]));
-        for (int lane = 0; lane < W; ++lane)
-            sums[r * W + lane] = total[r][lane] == 0.0f ? -kInfinity : largest[r][lane] + std::log(total[r][lane]);
+        const vi empty = total[r] == all(0.0f);
+        store(s.tile + r * W, select(empty, all(0.0f), all(p.kept) / total[r]));
+        store(sums + r * W, select(empty, all(-kInfinity), largest[r] + logarithm(total[r])));
     }
     for (int64_t d = 0; d < p.dim; ++d)
         for (int r = 0; r < R; ++r) {
@@ -660,7 +683,7 @@ int backward(const Problem& p) {
 }
 
 // Request huge pages for a result that no one has written yet: faults of 4 KiB took a seventh of the time of 40,960 tokens. From
-// 64 MiB on glibc gives an allocation a mapping of its own, which ends with it. A system without huge pages ignores the request.
+// 32 MiB on glibc gives an allocation a mapping of its own, which ends with it. A system without huge pages ignores the request.
 void request_huge_pages(const float* memory, int64_t floats) {
 #if defined(__linux__)
     constexpr uintptr_t page = 4096;

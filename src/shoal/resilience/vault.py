@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.checkpoint import LinkedStaging, Nodes, Ranks, SpreadSnapshot, Writer, tags
-from shoal.checkpoint.folder import files_here, load_index, locate
+from shoal.checkpoint.folder import files_here, incomplete, load_index, locate
 from shoal.checkpoint.index import INDEX, parse
 from shoal.config.sizes import format_bytes
 from shoal.errors import CheckpointError, VaultTooLarge
@@ -54,7 +54,7 @@ class VaultBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A generation whose files the nodes have together."""
+    """A generation of which a node has the index."""
 
     name: str
     step: int
@@ -64,6 +64,11 @@ class Generation:
     """The ranks whose node has each file."""
     indexed: tuple[int, ...]
     """The ranks whose node has the index."""
+
+    @property
+    def missing(self) -> list[str]:
+        """The files that no node has."""
+        return [file for file, ranks in self.holders.items() if not ranks]
 
 
 class Vault:
@@ -148,12 +153,18 @@ class Vault:
         """Return the generations of more than `after` steps that the nodes have together, in the order to load them.
 
         The newest comes first, but those whose step is in all vaults come before others. There are none while another engine
-        has taken steps and has no generation yet. A collective call.
+        has taken steps and has no generation yet. Those that cannot be loaded are warned of. A collective call.
         """
         steps = self._steps_of_others()
         if not all(steps):
             return []
-        own = self._generations(self.folder, after)
+        self._remove_incomplete()
+        found = self._generations(self.folder, after)
+        own = [each for each in found if not each.missing]
+        for each in found[:found.index(own[0]) if own else None]:
+            if self._ranks.rank == 0:
+                logger.warning("the copy of step %d in memory is not loaded: no node has %s", each.step,
+                               ", ".join(each.missing))
         return sorted(own, key=lambda each: all(each.step in of_one for of_one in steps), reverse=True)
 
     def stand_ins(self, step: int, after: int) -> list[Generation]:
@@ -175,7 +186,7 @@ class Vault:
     def _steps_of_others(self) -> list[set[int]]:
         """Return the steps of the generations of each other engine that has taken steps, in this attempt or before."""
         beside = self._ranks.gather_objects({path.name for path in self.folder.parent.glob("vault*") if path.is_dir()})
-        return [{each.step for each in self._generations(self.folder.with_name(name), -1)}
+        return [{each.step for each in self._generations(self.folder.with_name(name), -1) if not each.missing}
                 for name in sorted(set[str]().union(*beside)) if name != self.folder.name]
 
     def _generations(self, folder: Path, after: int) -> list[Generation]:
@@ -189,8 +200,18 @@ class Vault:
                     holders.setdefault(key, {}).setdefault(name, []).extend([rank] if is_here else [])
         return [Generation(name=name, step=step, checksum=checksum, indexed=tuple(indexed[step, name, checksum]),
                            holders={file: tuple(ranks) for file, ranks in holders[step, name, checksum].items()})
-                for step, name, checksum in sorted(holders, reverse=True)
-                if all(holders[step, name, checksum].values())]
+                for step, name, checksum in sorted(holders, reverse=True)]
+
+    def _remove_incomplete(self) -> None:
+        """Remove folders whose index is damaged, or whose files have other sizes, and warn of each. A collective call."""
+        removed: list[str] = []
+        if self._nodes.is_first(self._ranks.rank) and self.folder.is_dir():
+            for path, fault in incomplete(self.folder).items():
+                removed.append(f"{socket.gethostname()}: {fault}")
+                shutil.rmtree(path, ignore_errors=True)
+        for fault in sorted(set[str]().union(*self._ranks.gather_objects(removed))):
+            if self._ranks.rank == 0:
+                logger.warning("a copy in memory is damaged, and is removed: %s", fault)
 
     def open(self, generation: Generation, ranks: Ranks) -> SpreadSnapshot:
         """Open a generation with all `ranks` of the job. A collective call; raises `CheckpointError` on every rank."""
