@@ -70,6 +70,8 @@ def rows() -> Iterator[Row]:
         yield Row("Trainer sequence", "sequence_loop.py", ("--stage", stage, "--trainer"), 2)
     yield Row("PEFT LoRA", "peft_lora.py", ("--stage", "3", "--pretrained"), 2)
     yield Row("Lightning", "lightning_fit.py", ("--stage", "3", "--devices", "2", "--dim", "320"), 2)  # released weights
+    for trainer in ("dpo", "kto", "reward", "grpo", "rloo"):
+        yield Row("TRL", "trl_trainers.py", ("--stage", "3", "--trainer", trainer), 2)
     yield Row("from_pretrained", "from_pretrained.py", ("--stage", "3"), 2)
     yield Row("ShoalAccelerator", "own_accelerator.py", ("--stage", "3", "--accumulation", "2"), 2)
     yield Row("ShoalStrategy", "lightning_fit.py", ("--stage", "2", "--own"))
