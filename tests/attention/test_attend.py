@@ -290,7 +290,7 @@ def test_bits_do_not_depend_on_the_default_device(backend: Any, kind: Any) -> No
 
 
 def test_results_in_huge_pages_have_the_bits_of_smaller_ones() -> None:
-    length, dim = 1 << 16, 128  # 32 MiB each, from where the kernel requests huge pages
+    length, dim = 1 << 17, 128  # 64 MiB each, from where the kernel requests huge pages
     tensors = [torch.randn(1, 1, length, dim, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     whole = passes("native", tensors, Blocks.of(torch.eye(length // 64)[None], 64))
     gradient = torch.randn(1, 1, length, dim, generator=torch.Generator().manual_seed(9))

@@ -59,7 +59,7 @@ typedef uint32_t vu __attribute__((vector_size(W * 4)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kHides = -65504.0f;  // an addend of this or less hides its key: HIDES of attention/call.py
-constexpr int64_t kOwnMapping = int64_t{32} << 20;  // bytes from which every allocation has a mapping of its own
+constexpr int64_t kOwnMapping = int64_t{64} << 20;  // bytes from which every allocation has a mapping of its own
 constexpr int64_t kUnit = 16;      // blocks are multiples of it, and so are head dims
 constexpr int64_t kChunkKeys = 64; // keys whose scores are held at a time, at least: blocks of 16 go four at a time
 constexpr uint32_t kGolden = 0x9E3779B9u;
@@ -683,7 +683,7 @@ int backward(const Problem& p) {
 }
 
 // Request huge pages for a result that no one has written yet: faults of 4 KiB took a seventh of the time of 40,960 tokens. From
-// 32 MiB on glibc gives an allocation a mapping of its own, which ends with it. A system without huge pages ignores the request.
+// 64 MiB on glibc gives an allocation a mapping of its own, which ends with it. A system without huge pages ignores the request.
 void request_huge_pages(const float* memory, int64_t floats) {
 #if defined(__linux__)
     constexpr uintptr_t page = 4096;
