@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint import tags, verify
-from shoal.checkpoint.folder import load_index
+from shoal.checkpoint.folder import incomplete, load_index
 from shoal.checkpoint.memory_file import FilePool
 from shoal.engine.schema import Config
 from shoal.errors import CheckpointError, ConfigError, VaultTooLarge
@@ -173,6 +173,17 @@ def test_a_copy_that_is_not_whole_is_named_and_removed(tmp_path: Path, fault: st
     assert str(path) in text
     assert not any("damaged" in text for text in again[1]["warnings"])
     assert [path.name for path in Path(memory, "vault0").glob("step*")] == ["step4"]
+
+
+def test_a_copy_that_cannot_be_read_at_present_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step2").mkdir()
+    assert "has no index.json" in incomplete(tmp_path)[tmp_path / "step2"]
+
+    def without_descriptors(_: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_bytes", without_descriptors)
+    assert incomplete(tmp_path) == {}
 
 
 def damage_checkpoint(disk: str, step: int, tensor: str = "") -> None:

@@ -113,15 +113,21 @@ def tags(folder: Path) -> list[Tag]:
 
 
 def incomplete(folder: Path) -> dict[Path, str]:
-    """Return the checkpoint folders in `folder` that `tags` leaves out, and what is wrong with each."""
+    """Return the checkpoint folders in `folder` that are damaged, and what is wrong with each.
+
+    A folder that cannot be read at present, as by a process without free file descriptors, is not damaged.
+    """
     wrong: dict[Path, str] = {}
     for name in sorted(_names(folder)):
         path = locate(folder, name)
-        assert path is not None
+        if path is None:  # removed meanwhile
+            continue
         try:
             found = faults(path, load_index(path))
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             found = [str(error)]
+        except OSError:
+            continue
         if found:
             wrong[path] = "; ".join(found)
     return wrong
